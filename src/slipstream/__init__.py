@@ -1,0 +1,46 @@
+"""Asynchronous pipeline-parallel pretraining for PyTorch.
+
+The public names load lazily, so that commands which need no torch never import it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from slipstream.errors import CheckpointError, ConfigError, DataError, StageError, UserError
+
+if TYPE_CHECKING:
+    from slipstream.pipeline.emulator import Emulator
+    from slipstream.pipeline.runtime import Schedule2BW
+    from slipstream.pipeline.state import merge_states
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Emulator": "slipstream.pipeline.emulator",
+    "Schedule2BW": "slipstream.pipeline.runtime",
+    "merge_states": "slipstream.pipeline.state",
+}
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "Emulator",
+    "Schedule2BW",
+    "StageError",
+    "UserError",
+    "__version__",
+    "merge_states",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
