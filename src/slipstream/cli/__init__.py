@@ -5,13 +5,15 @@ A command module is imported only when its command is used, so `slipstream --hel
 
 from __future__ import annotations
 
+import difflib
 import sys
 from importlib import import_module
 
-import click
-import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
+from slipstream import __version__
 from slipstream.errors import UserError
 
 # command -> (module, one line of help). A module holds `app`, a typer.Typer with one or more commands.
@@ -30,46 +32,41 @@ COMMANDS = {
 }
 
 
-class _Commands(click.Group):
-    """Loads a command's module on use."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        module, summary = COMMANDS[cmd_name]
-        command = typer.main.get_command(import_module(module).app)
-        command.name = cmd_name
-        command.short_help = summary
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
-
-
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="slipstream")
-def cli() -> None:
-    """Asynchronous pipeline-parallel pretraining: no bubble, the loss of synchronous training."""
-
-
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Entry point: a user's mistake is printed without a traceback and exits with 2."""
+    arguments = sys.argv[1:] if argv is None else argv
     try:
-        cli(standalone_mode=True)
+        _dispatch(arguments)
     except UserError as error:
-        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
+        Console(stderr=True, highlight=False).print(
+            f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True
+        )
         sys.exit(2)
 
 
-def _escape(text: str) -> str:
-    from rich.markup import escape
+def _dispatch(arguments: list[str]) -> None:
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help", "help"):
+        _print_help()
+    elif name == "--version":
+        print(f"slipstream {__version__}")
+    elif name in COMMANDS:
+        app = import_module(COMMANDS[name][0]).app
+        app(args=arguments[1:], prog_name=f"slipstream {name}")
+    else:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        raise UserError(f"There is no command '{name}'.{hint} `slipstream --help` lists the commands.")
 
-    return escape(text)
 
-
-if __name__ == "__main__":
-    main()
+def _print_help() -> None:
+    console = Console(highlight=False)
+    console.print(
+        "[bold]slipstream[/] COMMAND [ARGUMENTS]\n\n"
+        "Asynchronous pipeline-parallel pretraining: no bubble, the loss of synchronous training.\n"
+    )
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    for name, (_, summary) in COMMANDS.items():
+        table.add_row(f"[bold cyan]{name}[/]", summary)
+    console.print(table)
+    console.print("\n`slipstream COMMAND --help` explains a command; `slipstream train` runs the default job.")
