@@ -1,0 +1,229 @@
+"""Worker processes on this machine: started by a command, bound to loopback, gone when their launcher goes.
+
+A worker is a fresh interpreter (`python -m slipstream.distributed.worker`) that takes jobs over a socket:
+a job is the name of a function, its arguments, and the size of the process group to make for it. Workers stay
+warm between jobs, so that importing torch is paid once (`RankPool`); `launch` is a pool used once.
+Each worker watches its socket: when the launcher dies, however it dies, the worker exits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+from slipstream.errors import StageError, UserError
+
+Function = str | Callable[..., Any]  # "module:qualname", or an importable function
+
+# How long the ranks that did not fail first are given to end by themselves and say what they saw.
+GRACE_SECONDS = 10.0
+
+
+def launch(
+    function: Function,
+    nproc: int,
+    args: tuple = (),
+    *,
+    timeout: float | None = None,
+    on_signal: bool = False,
+) -> list[Any]:
+    """Run `function(world, *args)` on `nproc` new ranks; results come back in rank order.
+
+    `on_signal`: SIGINT and SIGTERM are passed on to the workers (once: asked to stop; twice: killed) instead
+    of ending the launcher at once.
+    """
+    with RankPool(nproc) as pool, _forwarded_signals(pool) if on_signal else contextlib.nullcontext():
+        return pool.run(function, *args, timeout=timeout)
+
+
+class RankPool:
+    """`size` warm worker processes. A job may use fewer; a worker lost in a job is replaced before the next."""
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise UserError(f"A pool needs at least one process, not {size}.")
+        self._size = size
+        self._workers: list[_Worker] = []
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self, function: Function, *args: Any, ranks: int | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """Run one job on the first `ranks` workers and return their results in rank order."""
+        ranks = self._size if ranks is None else ranks
+        if not 1 <= ranks <= self._size:
+            raise UserError(f"A job of {ranks} ranks does not fit a pool of {self._size} processes.")
+        self._workers = [w for w in self._workers if w.alive()]
+        while len(self._workers) < self._size:
+            self._workers.append(_Worker())
+        workers = self._workers[:ranks]
+        with _rendezvous() as (listener, port):
+            for rank, worker in enumerate(workers):
+                job = (_name_of(function), args, rank, ranks, port)
+                worker.submit(job, listener if rank == 0 else None)
+            return _collect(workers, timeout)
+
+    def signal(self, number: int) -> None:
+        for worker in self._workers:
+            worker.signal(number)
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+        self._workers = []
+
+
+class _Worker:
+    """One process and the socket to it."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        environment = dict(os.environ)
+        environment.setdefault("OMP_NUM_THREADS", "1")  # one intra-op thread: the bits depend on it
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # ranks we start talk over loopback only
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "slipstream.distributed.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+        )
+        theirs.close()
+        self.connection = Connection(ours.detach())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def submit(self, job: tuple, listener: socket.socket | None) -> None:
+        self.connection.send((job, listener is not None))
+        if listener is not None:  # rank 0 serves the rendezvous on a socket that is bound to loopback
+            with socket.socket(fileno=os.dup(self.connection.fileno())) as channel:
+                socket.send_fds(channel, [b"L"], [listener.fileno()])
+
+    def signal(self, number: int) -> None:
+        if self.alive():
+            self._process.send_signal(number)
+
+    def ended(self) -> str:
+        """How the process ended, in words."""
+        try:
+            code = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+    def close(self) -> None:
+        self.connection.close()  # a worker that reads the end of its socket exits
+        try:
+            self._process.wait(timeout=2)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class _Failure(NamedTuple):
+    kind: str  # "mistake": a UserError; "crash": any other exception; "died": the process is gone
+    error: Exception
+    traceback: str
+
+
+@contextlib.contextmanager
+def _rendezvous() -> Iterator[tuple[socket.socket, int]]:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1024)
+        yield listener, listener.getsockname()[1]
+
+
+def _collect(workers: Sequence[_Worker], timeout: float | None) -> list[Any]:
+    """Wait for every rank; on the first failure give the others a moment, then stop them and say why."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    results: dict[int, Any] = {}
+    failures: list[_Failure] = []
+    waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
+    while waiting:
+        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = wait(list(waiting), remaining)
+        if not ready:
+            break
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = waiting.pop(connection)
+            try:
+                outcome, value = connection.recv()
+            except (EOFError, OSError):
+                outcome, value = "died", None
+            if outcome == "result":
+                results[rank] = value
+                continue
+            if outcome == "died":
+                value = (StageError(f"Rank {rank} {workers[rank].ended()} before it finished."), "")
+            if not failures:
+                grace = time.monotonic() + GRACE_SECONDS
+                deadline = grace if deadline is None else min(deadline, grace)
+            failures.append(_Failure(outcome, *value))
+    for rank in waiting.values():  # still running after the deadline
+        workers[rank].signal(signal.SIGKILL)
+    if failures:
+        raise _first_cause(failures)
+    if waiting:
+        ranks = ", ".join(str(rank) for rank in sorted(waiting.values()))
+        raise StageError(f"No answer within {timeout:g} s from rank {ranks}; all ranks were stopped.")
+    return [results[rank] for rank in range(len(workers))]
+
+
+def _first_cause(failures: list[_Failure]) -> Exception:
+    """A user's mistake explains more than a death, and a death more than a neighbour that missed its peer."""
+    order = ("mistake", "died", "crash")
+    own = [f for f in failures if not (f.kind == "mistake" and isinstance(f.error, StageError))] or failures
+    first = min(own, key=lambda failure: order.index(failure.kind))  # the earliest of the best kind
+    if first.kind == "mistake" and not isinstance(first.error, StageError):
+        return first.error
+    if first.traceback:
+        print(first.traceback, file=sys.stderr)
+    # What a neighbour saw (stage, group, microbatch) belongs beside how the lost rank ended.
+    seen = [
+        f.error
+        for f in failures
+        if f is not first and isinstance(f.error, StageError) and f.kind == "mistake"
+    ]
+    return StageError("\n".join(str(error) for error in [first.error, *seen[:1]]))
+
+
+def _name_of(function: Function) -> str:
+    if isinstance(function, str):
+        return function
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+@contextlib.contextmanager
+def _forwarded_signals(pool: RankPool) -> Iterator[None]:
+    asked = 0
+
+    def forward(number: int, frame: object) -> None:
+        nonlocal asked
+        asked += 1
+        pool.signal(signal.SIGTERM if asked == 1 else signal.SIGKILL)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

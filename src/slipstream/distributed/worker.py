@@ -1,0 +1,80 @@
+"""The process that runs jobs for a launcher: `python -m slipstream.distributed.worker FD`.
+
+A thread owns the socket to the launcher: it takes jobs, and ends the process when the launcher is gone, even
+while a job is running. A job gets its own process group, made before it and destroyed after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any
+
+from slipstream.errors import StageError, UserError
+
+
+def main(descriptor: int) -> None:
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal's Ctrl-C reaches the launcher, which passes it on
+    connection = Connection(descriptor)
+    jobs: queue.SimpleQueue[tuple] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(connection, jobs), daemon=True).start()
+    while True:
+        job, listener = jobs.get()
+        answer = _perform(*job, listener)
+        with contextlib.suppress(OSError):
+            _answer(connection, answer)
+
+
+def _listen(connection: Connection, jobs: queue.SimpleQueue[tuple]) -> None:
+    while True:
+        try:
+            job, serves = connection.recv()
+            listener = None
+            if serves:
+                with socket.socket(fileno=os.dup(connection.fileno())) as channel:
+                    _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
+                listener = descriptors[0]
+        except (EOFError, OSError):
+            os._exit(1)  # the launcher is gone: whatever runs here has nobody to answer to
+        jobs.put((job, listener))
+
+
+def _answer(connection: Connection, answer: tuple[str, Any]) -> None:
+    try:
+        connection.send(answer)
+    except (TypeError, AttributeError, ValueError) as error:  # not picklable
+        connection.send(("crash", (StageError(f"A job's result cannot be sent back: {error}"), "")))
+
+
+def _perform(
+    name: str, args: tuple, rank: int, ranks: int, port: int, listener: int | None
+) -> tuple[str, Any]:
+    from slipstream.distributed.world import initialise
+
+    try:
+        module, _, qualname = name.partition(":")
+        function: Any = import_module(module)
+        for part in qualname.split("."):
+            function = getattr(function, part)
+        with initialise(rank, ranks, port=port, listener=listener) as world:
+            return "result", function(world, *args)
+    except UserError as error:
+        return "mistake", (error, "")
+    except Exception as error:
+        # The launcher prints the traceback of the first cause only: its peers' are consequences.
+        message = f"Rank {rank} failed with {type(error).__name__}: {error}"
+        return "crash", (StageError(message), traceback.format_exc())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,110 @@
+"""The ranks of a running job: their process group, their place in the pipeline x data mesh, their device.
+
+Rank order is data-major: rank = data_rank * stages + stage, so that the stages of one pipeline are neighbours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from slipstream.errors import UserError
+
+DEFAULT_TIMEOUT_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the ranks of a job."""
+
+    rank: int
+    size: int
+    local_rank: int
+    store: dist.Store
+
+    def mesh(self, stages: int) -> tuple[int, int]:
+        """(stage, data rank) of this process when the world is cut into pipelines of `stages`."""
+        if self.size % stages:
+            raise UserError(
+                f"{self.size} processes cannot form pipelines of {stages} stages. "
+                f"Start a multiple of {stages} processes or change pipeline.stages."
+            )
+        return self.rank % stages, self.rank // stages
+
+    def pipeline_ranks(self, stages: int) -> list[int]:
+        first = self.rank // stages * stages
+        return list(range(first, first + stages))
+
+    def data_ranks(self, stages: int) -> list[int]:
+        return list(range(self.rank % stages, self.size, stages))
+
+
+def started_by_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+
+
+@contextlib.contextmanager
+def initialise(
+    rank: int | None = None,
+    size: int | None = None,
+    *,
+    port: int | None = None,
+    listener: int | None = None,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> Iterator[World]:
+    """Join the default process group: as a rank our own launcher made, or, with no arguments, torchrun's.
+
+    Tensors on the CPU always travel over gloo; CUDA tensors over NCCL where each rank has a GPU of its own.
+    """
+    torch.set_num_threads(1)  # another thread count changes the bits of LayerNorm gradients and long sums
+    timeout = timedelta(seconds=timeout_seconds)
+    if rank is None or size is None:
+        if not started_by_torchrun():
+            raise UserError(
+                "No process group: start this under torchrun, or through slipstream's own launcher."
+            )
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        _choose_device(local_rank)
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        dist.init_process_group(_backend(local_size), timeout=timeout)
+        store = dist.distributed_c10d._get_default_store()
+        world = World(dist.get_rank(), dist.get_world_size(), local_rank, store)
+    else:
+        assert port is not None
+        _choose_device(rank)
+        options = {"master_listen_fd": listener} if listener is not None else {}
+        server = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, **options)
+        store = dist.PrefixStore("slipstream", server)
+        dist.init_process_group(_backend(size), store=store, rank=rank, world_size=size, timeout=timeout)
+        world = World(rank, size, rank, store)
+    try:
+        yield world
+    finally:
+        with contextlib.suppress(
+            RuntimeError, ValueError
+        ):  # a group that lost a peer cannot always be closed
+            dist.destroy_process_group()
+
+
+def device_for(local_rank: int) -> torch.device:
+    """This rank's device: its own GPU, a shared GPU when there are fewer GPUs than ranks, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def _choose_device(local_rank: int) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device_for(local_rank))
+
+
+def _backend(local_size: int) -> str:
+    """NCCL refuses two ranks on one GPU; then CUDA tensors are staged through the host over gloo."""
+    one_gpu_each = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
+    return "cpu:gloo,cuda:nccl" if one_gpu_each and dist.is_nccl_available() else "gloo"

@@ -1,0 +1,36 @@
+"""Jobs that the launcher tests run in worker processes."""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from slipstream.errors import UserError
+
+
+def total(world, value):
+    tensor = torch.tensor([float(value + world.rank)])
+    dist.all_reduce(tensor)
+    return world.rank, tensor.item(), os.getpid()
+
+
+def mistake(world):
+    if world.rank == 1:
+        raise UserError("Set x to 3.")
+    dist.barrier()
+
+
+def death(world):
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def stall(world):
+    time.sleep(60)
+
+
+def threads(world):
+    return torch.get_num_threads()

@@ -1,0 +1,60 @@
+"""The launcher: results in rank order, one clear cause on failure, nobody left behind."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from slipstream.distributed import RankPool
+from slipstream.errors import StageError, UserError
+
+
+def test_pool_runs_jobs_of_several_sizes_and_recovers():
+    with RankPool(2) as pool:
+        first = pool.run("distributed.jobs:total", 1)
+        assert [result[:2] for result in first] == [(0, 3.0), (1, 3.0)]
+        alone = pool.run("distributed.jobs:total", 5, ranks=1)
+        assert alone[0][:2] == (0, 5.0)
+        assert alone[0][2] == first[0][2], "a warm worker is reused"
+        assert pool.run("distributed.jobs:threads") == [1, 1]
+        with pytest.raises(UserError, match="Set x to 3"):
+            pool.run("distributed.jobs:mistake")
+        with pytest.raises(StageError, match="Rank 1 was killed by SIGKILL before it finished"):
+            pool.run("distributed.jobs:death")
+        started = time.monotonic()
+        with pytest.raises(StageError, match="No answer within 0.5 s from rank 0, 1"):
+            pool.run("distributed.jobs:stall", timeout=0.5)
+        assert time.monotonic() - started < 5
+        assert [result[:2] for result in pool.run("distributed.jobs:total", 0)] == [(0, 1.0), (1, 1.0)]
+        with pytest.raises(UserError, match="does not fit"):
+            pool.run("distributed.jobs:total", 0, ranks=3)
+
+
+def test_workers_die_with_their_launcher(tmp_path):
+    script = tmp_path / "launcher.py"
+    script.write_text(
+        "from slipstream.distributed import RankPool\n"
+        "pool = RankPool(1)\n"
+        "print(pool.run('distributed.jobs:total', 0)[0][2], flush=True)\n"
+        "pool.run('distributed.jobs:stall')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    launcher = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=environment, text=True)
+    assert launcher.stdout is not None
+    worker = int(launcher.stdout.readline())
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and _runs(worker):
+        time.sleep(0.05)
+    assert not _runs(worker)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
