@@ -24,7 +24,7 @@ def test_pool_runs_jobs_of_several_sizes_and_recovers():
         with pytest.raises(StageError, match="Rank 1 was killed by SIGKILL before it finished"):
             pool.run("distributed.jobs:death")
         started = time.monotonic()
-        with pytest.raises(StageError, match="No answer within 0.5 s from rank 0, 1"):
+        with pytest.raises(StageError, match=r"No answer within .* s from rank 0, 1"):
             pool.run("distributed.jobs:stall", timeout=0.5)
         assert time.monotonic() - started < 5
         assert [result[:2] for result in pool.run("distributed.jobs:total", 0)] == [(0, 1.0), (1, 1.0)]

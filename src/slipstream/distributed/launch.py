@@ -45,7 +45,7 @@ def launch(
 
 
 class RankPool:
-    """`size` warm worker processes. A job may use fewer; a worker lost in a job is replaced before the next."""
+    """`size` warm worker processes. A job may use fewer; a lost worker is replaced before the next job."""
 
     def __init__(self, size: int) -> None:
         if size < 1:
@@ -70,11 +70,10 @@ class RankPool:
         while len(self._workers) < self._size:
             self._workers.append(_Worker())
         workers = self._workers[:ranks]
-        with _rendezvous() as (listener, port):
-            for rank, worker in enumerate(workers):
-                job = (_name_of(function), args, rank, ranks, port)
-                worker.submit(job, listener if rank == 0 else None)
-            return _collect(workers, timeout)
+        port = workers[0].serve()
+        for rank, worker in enumerate(workers):
+            worker.connection.send((_name_of(function), args, rank, ranks, port))
+        return _collect(workers, timeout)
 
     def signal(self, number: int) -> None:
         for worker in self._workers:
@@ -110,11 +109,13 @@ class _Worker:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def submit(self, job: tuple, listener: socket.socket | None) -> None:
-        self.connection.send((job, listener is not None))
-        if listener is not None:  # rank 0 serves the rendezvous on a socket that is bound to loopback
-            with socket.socket(fileno=os.dup(self.connection.fileno())) as channel:
-                socket.send_fds(channel, [b"L"], [listener.fileno()])
+    def serve(self) -> int:
+        """Have this worker listen on a loopback port where the ranks of the next job will meet."""
+        self.connection.send("serve")
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            raise StageError(f"A worker process {self.ended()} before its first job.") from None
 
     def signal(self, number: int) -> None:
         if self.alive():
@@ -128,27 +129,22 @@ class _Worker:
             return "closed its connection"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
     def close(self) -> None:
         self.connection.close()  # a worker that reads the end of its socket exits
         try:
             self._process.wait(timeout=2)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.kill()
 
 
 class _Failure(NamedTuple):
     kind: str  # "mistake": a UserError; "crash": any other exception; "died": the process is gone
     error: Exception
     traceback: str
-
-
-@contextlib.contextmanager
-def _rendezvous() -> Iterator[tuple[socket.socket, int]]:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(1024)
-        yield listener, listener.getsockname()[1]
 
 
 def _collect(workers: Sequence[_Worker], timeout: float | None) -> list[Any]:
@@ -179,7 +175,7 @@ def _collect(workers: Sequence[_Worker], timeout: float | None) -> list[Any]:
                 deadline = grace if deadline is None else min(deadline, grace)
             failures.append(_Failure(outcome, *value))
     for rank in waiting.values():  # still running after the deadline
-        workers[rank].signal(signal.SIGKILL)
+        workers[rank].kill()
     if failures:
         raise _first_cause(failures)
     if waiting:

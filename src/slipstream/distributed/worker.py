@@ -26,27 +26,27 @@ def main(descriptor: int) -> None:
         signal.SIGINT, signal.SIG_IGN
     )  # a terminal's Ctrl-C reaches the launcher, which passes it on
     connection = Connection(descriptor)
-    jobs: queue.SimpleQueue[tuple] = queue.SimpleQueue()
+    jobs: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, jobs), daemon=True).start()
+    listener: socket.socket | None = None
     while True:
-        job, listener = jobs.get()
-        answer = _perform(*job, listener)
+        message = jobs.get()
+        if message == "serve":  # bound here, to loopback, so that no port is named before it is taken
+            listener = socket.create_server(("127.0.0.1", 0))
+            connection.send(listener.getsockname()[1])
+            continue
+        answer = _perform(*message, None if listener is None else listener.detach())
+        listener = None
         with contextlib.suppress(OSError):
             _answer(connection, answer)
 
 
-def _listen(connection: Connection, jobs: queue.SimpleQueue[tuple]) -> None:
+def _listen(connection: Connection, jobs: queue.SimpleQueue) -> None:
     while True:
         try:
-            job, serves = connection.recv()
-            listener = None
-            if serves:
-                with socket.socket(fileno=os.dup(connection.fileno())) as channel:
-                    _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
-                listener = descriptors[0]
+            jobs.put(connection.recv())
         except (EOFError, OSError):
             os._exit(1)  # the launcher is gone: whatever runs here has nobody to answer to
-        jobs.put((job, listener))
 
 
 def _answer(connection: Connection, answer: tuple[str, Any]) -> None:

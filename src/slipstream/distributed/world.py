@@ -1,6 +1,6 @@
 """The ranks of a running job: their process group, their place in the pipeline x data mesh, their device.
 
-Rank order is data-major: rank = data_rank * stages + stage, so that the stages of one pipeline are neighbours.
+Rank order is data-major: rank = data_rank * stages + stage; the stages of one pipeline are neighbours.
 """
 
 from __future__ import annotations
