@@ -1,0 +1,44 @@
+"""`slipstream train`: run, resume, or (under torchrun) be one rank of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from slipstream.config import Config, load, resolve, to_toml
+from slipstream.config.facts import facts
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def train(
+    arguments: list[str] = typer.Argument(
+        None, metavar="[RUN.TOML] [KEY=VALUE]...", help="A run and overrides."
+    ),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print the resolved run and stop."),
+) -> None:
+    """Pretrain a language model. With no arguments: a small model on two worker processes of this machine.
+
+    A run.dir that holds a checkpoint is resumed. Inside torchrun the same command uses torchrun's ranks.
+    `slipstream config` explains every key.
+    """
+    config = parse(arguments or [])
+    if dry_run:
+        config = resolve(config)
+        print(to_toml(config))
+        print("\n".join(f"# {name}: {value}" for name, value in facts(config).items()))
+        return
+    from slipstream.train.session import start
+
+    start(config)
+
+
+def parse(arguments: list[str]) -> Config:
+    """The first argument without a '=' is the file; the rest are overrides."""
+    files = [text for text in arguments if "=" not in text or Path(text).is_file()]
+    overrides = [text for text in arguments if text not in files]
+    if len(files) > 1:
+        overrides += files[1:]  # reported as what they are: not overrides
+    return load(files[0] if files else None, overrides)

@@ -1,0 +1,27 @@
+"""What follows from a resolved run, in numbers a person wants to see before it starts."""
+
+from __future__ import annotations
+
+from slipstream.config.resolve import model_config, updates
+from slipstream.config.settings import Config
+from slipstream.models.sizes import active_parameters, flops_per_token, parameters
+
+
+def facts(config: Config) -> dict[str, str]:
+    """Derived quantities of a resolved run, by name."""
+    model, train, pipeline = model_config(config.model), config.train, config.pipeline
+    assert pipeline.stages is not None
+    total_tokens = train.steps * config.tokens_per_step
+    flops = flops_per_token(model, config.data.sequence)
+    return {
+        "parameters": f"{parameters(model):,} ({active_parameters(model):,} active per token)",
+        "tokens per update": f"{config.tokens_per_step:,} ({pipeline.microbatches} microbatches x "
+        f"{pipeline.microbatch_size} sequences x {config.data.sequence} tokens)",
+        "tokens in all": f"{total_tokens:,} ({total_tokens / parameters(model):.1f} per parameter)",
+        "training FLOPs": f"{flops * total_tokens:.3g} ({flops:.3g} per token)",
+        "processes": f"{pipeline.stages * pipeline.data_ranks} "
+        f"({pipeline.stages} stages x {pipeline.data_ranks} data ranks)",
+        "warm-up": f"{updates(config.optim.warmup, train.steps)} updates",
+        "flushed updates": f"{updates(config.optim.sync_start, train.steps)} at the start, "
+        f"{updates(config.optim.sync_finish, train.steps)} at the end",
+    }

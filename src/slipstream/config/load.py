@@ -1,0 +1,127 @@
+"""TOML files and dotted overrides -> a `Config`. Invariant: every problem is reported at once, each with
+its key.
+
+    slipstream train run.toml optim.lr=3e-4 pipeline.schedule=1f1b
+
+An override's value is read as TOML where it is TOML, else as a plain string; an empty value restores the
+default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from slipstream.config.settings import Config
+from slipstream.errors import ConfigError, UserError
+
+
+def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file (or none) and apply `key=value` overrides."""
+    tree = read_toml(path) if path is not None else {}
+    return from_tree(tree, overrides)
+
+
+def from_tree(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Build a config from a nested mapping and overrides; all problems come as one ConfigError."""
+    merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+    problems = [problem for text in overrides if (problem := _apply(merged, text)) is not None]
+    try:
+        config = Config.model_validate(merged)
+    except ValidationError as error:
+        problems.extend(_explain(item) for item in error.errors())
+        raise ConfigError(problems) from None
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(
+            f"There is no file '{path}'. Name a TOML file of a run, or none for the default."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"'{path}' cannot be read: {error}. Name a TOML file of a run.") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"'{path}' is not valid TOML: {error}.") from None
+
+
+def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of the tree, in order."""
+    for name, info in model.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from keys(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _apply(tree: dict[str, Any], text: str) -> str | None:
+    """Write one `key=value` into the tree; the problem in words, if there is one."""
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals:
+        return f"'{text}' is not an override; write key=value, for example train.steps=100."
+    parts = key.split(".")
+    if key not in keys() and parts[:2] != ["optim", "options"]:
+        return _unknown(key)
+    node = tree
+    for part in parts[:-1]:
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            return f"{key}: '{part}' holds a value and has no keys of its own."
+        node = child
+    if value.strip() == "":
+        node.pop(parts[-1], None)
+        return None
+    node[parts[-1]] = parse_value(value.strip())
+    return None
+
+
+def parse_value(text: str) -> Any:
+    """3e-4 -> 0.0003, [1, 2] -> [1, 2], true -> True, 2bw -> '2bw'; dates stay text."""
+    try:
+        value = tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return value if isinstance(value, (bool, int, float, str, list, dict)) else text
+
+
+def _explain(item: Any) -> str:
+    """One pydantic problem as one sentence with the key and the value seen."""
+    location = [part for part in item["loc"] if isinstance(part, str)]
+    key = ".".join(location)
+    if item["type"] == "extra_forbidden":
+        return _unknown(key)
+    if item["type"] == "literal_error":
+        return f"{key} = {item['input']!r} is not one of {item['ctx']['expected']}.{_near_value(item)}"
+    known = set(keys())
+    while key not in known and "." in key:  # a union adds the name of each alternative
+        key = key.rpartition(".")[0]
+    message = item["msg"][0].lower() + item["msg"][1:]
+    return f"{key} = {item['input']!r}: {message}."
+
+
+def _near_value(item: Any) -> str:
+    choices = [choice.strip(" '") for choice in item["ctx"]["expected"].replace(" or ", ", ").split(",")]
+    near = difflib.get_close_matches(str(item["input"]), choices, n=1)
+    return f" Did you mean '{near[0]}'?" if near else ""
+
+
+def _unknown(key: str) -> str:
+    known = list(keys())
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if not near:  # a bare name: the key of that name in whichever section has it
+        near = [full for full in known if full.rpartition(".")[2] == key.rpartition(".")[2]][:1]
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"There is no key '{key}'.{hint} `slipstream config` lists them all."

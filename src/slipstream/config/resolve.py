@@ -1,0 +1,218 @@
+"""Derive what can be derived and refuse what cannot work. Invariant: nothing here depends on the machine.
+
+m is a setting, never derived from the stages: the trajectory must not depend on how many stages compute it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+from slipstream.config.settings import Config, ModelSettings
+from slipstream.errors import ConfigError
+from slipstream.models.sizes import PRESETS, ModelConfig
+
+
+def resolve(config: Config, *, world: int | None = None) -> Config:
+    """Fill in the derived keys (`world`: torchrun's ranks, if it started us) and check the whole."""
+    problems: list[str] = []
+    model = _model(config.model, problems)
+    pipeline = _pipeline(config, world, problems)
+    config = config.model_copy(update={"pipeline": config.pipeline.model_copy(update=pipeline)})
+    optim = _optim(config, problems)
+    config = config.model_copy(update={"optim": config.optim.model_copy(update=optim)})
+    if model is not None:
+        filled = {name: getattr(model, name) for name in _overridable(model)}
+        config = config.model_copy(update={"model": config.model.model_copy(update=filled)})
+        _check_layers(config, model, problems)
+    _check_pipeline(config, problems)
+    _check_train(config, problems)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def model_config(settings: ModelSettings) -> ModelConfig:
+    """The model's own settings: the preset with single values replaced."""
+    preset = PRESETS[settings.preset]
+    given = {name: value for name in _overridable(preset) if (value := getattr(settings, name)) is not None}
+    return dataclasses.replace(preset, **given)
+
+
+def updates(value: float, steps: int) -> int:
+    """A number of updates: below 1 it is a share of the steps."""
+    return round(value * steps) if value < 1 else int(value)
+
+
+def _overridable(model: ModelConfig) -> list[str]:
+    return [field.name for field in dataclasses.fields(model) if field.name in ModelSettings.model_fields]
+
+
+def _model(settings: ModelSettings, problems: list[str]) -> ModelConfig | None:
+    if settings.preset not in PRESETS:
+        near = difflib.get_close_matches(settings.preset, PRESETS, n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        problems.append(f"model.preset = '{settings.preset}' is not one of {', '.join(PRESETS)}.{hint}")
+        return None
+    try:
+        return model_config(settings)
+    except Exception as error:  # the model's own settings explain themselves
+        problems.append(f"model: {error}")
+        return None
+
+
+def _pipeline(config: Config, world: int | None, problems: list[str]) -> dict[str, Any]:
+    pipeline = config.pipeline
+    stages = pipeline.stages
+    if stages is None:
+        if pipeline.schedule == "emulate":
+            stages = 1
+        elif world is not None:
+            stages = max(1, world // pipeline.data_ranks)
+        else:
+            stages = 2
+    if world is not None and pipeline.schedule != "emulate" and stages * pipeline.data_ranks != world:
+        problems.append(
+            f"{stages} stages x {pipeline.data_ranks} data ranks need {stages * pipeline.data_ranks} "
+            "ranks, and "
+            f"torchrun started {world}. Set pipeline.stages x pipeline.data_ranks = {world}, or nproc."
+        )
+    return {"stages": stages}
+
+
+def _optim(config: Config, problems: list[str]) -> dict[str, Any]:
+    optim, pipeline = config.optim, config.pipeline
+    delayed = not config.synchronous and pipeline.delay not in (0, [0])
+    correction = optim.correction
+    if correction is None:
+        correction = "error_feedback" if delayed else "none"
+    if not delayed:
+        if correction != "none":
+            problems.append(
+                f"optim.correction = '{correction}' cannot take effect: pipeline.schedule = "
+                f"'{pipeline.schedule}' with delay {0 if config.synchronous else pipeline.delay} has no "
+                "delay to "
+                "correct. Set optim.correction=none, or pipeline.schedule=2bw."
+            )
+        if optim.sync_start or optim.sync_finish:
+            problems.append(
+                f"optim.sync_start = {optim.sync_start} and optim.sync_finish = {optim.sync_finish} cannot "
+                "take "
+                f"effect: every update of pipeline.schedule = '{pipeline.schedule}' is flushed. Set them "
+                "to 0."
+            )
+    if correction == "none" and optim.correction_lambda is not None:
+        problems.append(
+            f"optim.correction_lambda = {optim.correction_lambda} cannot take effect without a correction. "
+            "Set optim.correction=error_feedback, or drop it."
+        )
+    if config.model.init_from is not None and "name" not in optim.model_fields_set:
+        problems.append(
+            "model.init_from needs optim.name named explicitly: Muon on weights pretrained with Adam is "
+            "known to "
+            "degrade them. Set optim.name=adamw (safest) or optim.name=muon to insist."
+        )
+    if optim.betas is not None and not all(0 <= beta < 1 for beta in optim.betas):
+        problems.append(f"optim.betas = {optim.betas}: every rate must lie in [0, 1).")
+    if optim.floor and optim.schedule == "constant":
+        problems.append(
+            f"optim.floor = {optim.floor} cannot take effect with optim.schedule=constant. Drop it."
+        )
+    floor = optim.floor if optim.floor is not None else 0.0 if optim.schedule == "constant" else 0.1
+    return {"correction": correction, "floor": floor}
+
+
+def _check_layers(config: Config, model: ModelConfig, problems: list[str]) -> None:
+    pipeline = config.pipeline
+    assert pipeline.stages is not None
+    modules = pipeline.stages * config.chunks
+    if pipeline.boundaries is not None:
+        bounds = pipeline.boundaries
+        if len(bounds) != modules - 1:
+            problems.append(
+                f"pipeline.boundaries = {bounds} names {len(bounds)} boundaries; {modules} stage modules "
+                "need "
+                f"{modules - 1}. List the first layer of each stage but the first."
+            )
+        elif any(a >= b for a, b in zip([0, *bounds], [*bounds, model.layers], strict=True)):
+            problems.append(
+                f"pipeline.boundaries = {bounds} must rise strictly between 0 and {model.layers} (the "
+                "layers)."
+            )
+    elif modules > model.layers:
+        problems.append(
+            f"{model.layers} layers cannot fill {modules} stage modules "
+            f"({pipeline.stages} stages, {config.chunks} per rank). Set pipeline.stages to at most "
+            f"{model.layers // config.chunks}."
+        )
+
+
+def _check_pipeline(config: Config, problems: list[str]) -> None:
+    pipeline = config.pipeline
+    stages, m = pipeline.stages, pipeline.microbatches
+    assert stages is not None
+    if pipeline.schedule == "emulate":
+        if stages != 1 or pipeline.data_ranks != 1:
+            problems.append(
+                f"pipeline.schedule = 'emulate' runs in one process; pipeline.stages = {stages} and "
+                f"pipeline.data_ranks = {pipeline.data_ranks} cannot take effect. Set both to 1."
+            )
+        delays = pipeline.delay if isinstance(pipeline.delay, list) else [pipeline.delay]
+        if not delays or min(delays) < 0:
+            problems.append(f"pipeline.delay = {pipeline.delay} must not be negative or empty.")
+    elif m < stages:
+        problems.append(
+            f"pipeline.microbatches = {m} is less than pipeline.stages = {stages}. Set "
+            f"pipeline.microbatches to at least {stages}, or use fewer stages."
+        )
+    if pipeline.schedule != "emulate" and pipeline.delay != 1:
+        problems.append(
+            f"pipeline.delay = {pipeline.delay} cannot take effect: pipeline.schedule = "
+            f"'{pipeline.schedule}' has "
+            f"a delay of {0 if config.synchronous else 1}. Set pipeline.schedule=emulate for other delays."
+        )
+    if pipeline.schedule != "2bw":
+        if pipeline.in_flight is not None:
+            problems.append("pipeline.in_flight takes effect with pipeline.schedule=2bw only. Drop it.")
+        if pipeline.shard_optimizer:
+            problems.append("pipeline.shard_optimizer takes effect with pipeline.schedule=2bw only. Drop it.")
+    elif pipeline.in_flight is not None and not stages <= pipeline.in_flight <= m + 1:
+        problems.append(
+            f"pipeline.in_flight = {pipeline.in_flight} must lie between the stages ({stages}) and "
+            f"microbatches + 1 ({m + 1})."
+        )
+    if config.chunks == 2 and m % stages:
+        problems.append(
+            f"pipeline.schedule = '{pipeline.schedule}' needs pipeline.microbatches ({m}) divisible by "
+            f"pipeline.stages ({stages})."
+        )
+    if pipeline.shard_optimizer and pipeline.data_ranks == 1:
+        problems.append("pipeline.shard_optimizer needs pipeline.data_ranks of 2 or more to take effect.")
+    if pipeline.microbatch_size % pipeline.data_ranks:
+        problems.append(
+            f"pipeline.microbatch_size = {pipeline.microbatch_size} cannot be shared by "
+            "pipeline.data_ranks = "
+            f"{pipeline.data_ranks}. Make it a multiple."
+        )
+
+
+def _check_train(config: Config, problems: list[str]) -> None:
+    train, optim = config.train, config.optim
+    if train.dtype == "bfloat16" and config.synchronous:
+        problems.append(
+            "train.dtype = 'bfloat16' means bfloat16 banks, and pipeline.schedule = "
+            f"'{config.pipeline.schedule}' "
+            "has none. Set train.dtype=bfloat16_autocast."
+        )
+    if train.dtype != "float32" and train.device == "cpu":
+        problems.append(f"train.dtype = '{train.dtype}' is unusably slow on a CPU. Set train.dtype=float32.")
+    start, finish = updates(optim.sync_start, train.steps), updates(optim.sync_finish, train.steps)
+    if start + finish > train.steps:
+        problems.append(
+            f"optim.sync_start ({start}) and optim.sync_finish ({finish}) exceed train.steps ({train.steps})."
+        )
+    if updates(optim.warmup, train.steps) > train.steps:
+        problems.append(f"optim.warmup = {optim.warmup:g} exceeds train.steps = {train.steps}.")
+    if config.health.rollback and config.checkpoint.every == 0:
+        problems.append("health.rollback needs checkpoints to return to. Set checkpoint.every.")

@@ -1,0 +1,183 @@
+"""The whole run as one frozen, typed tree. Invariant: a key is declared once, here, with its meaning.
+
+Every field carries a `Reach`: whether changing it on an existing run would change the trajectory (refused on
+resume), only the layout (how the same numbers are computed), or nothing but what is written down.
+A field that is None here is derived in `resolve.py`; the resolved tree is what the run folder keeps.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+ScheduleName = Literal["2bw", "1f1b", "gpipe", "interleaved_1f1b", "zbv", "emulate"]
+SYNCHRONOUS = ("1f1b", "gpipe", "interleaved_1f1b", "zbv")
+TWO_CHUNK = ("interleaved_1f1b", "zbv")  # schedules that hold two stage modules per rank
+
+
+class Reach(StrEnum):
+    """What a change of a key does to a run that already has a checkpoint."""
+
+    TRAJECTORY = "trajectory"  # other weights: refused
+    LAYOUT = "layout"  # the same weights, computed elsewhere or otherwise: allowed
+    OUTPUT = "output"  # what is logged, kept or checked: allowed
+
+
+def _field(default: Any, meaning: str, *, reach: Reach = Reach.TRAJECTORY, **limits: Any) -> Any:
+    return Field(default, description=meaning, json_schema_extra={"reach": reach.value}, **limits)
+
+
+def _layout(default: Any, meaning: str, **limits: Any) -> Any:
+    return _field(default, meaning, reach=Reach.LAYOUT, **limits)
+
+
+def _output(default: Any, meaning: str, **limits: Any) -> Any:
+    return _field(default, meaning, reach=Reach.OUTPUT, **limits)
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
+
+
+class RunSettings(Settings):
+    dir: str = _output("runs/default", "folder of the run; one that holds a checkpoint is resumed")
+    fork_from: str | None = _field(None, "run or checkpoint folder whose state starts this new run")
+    switch: bool = _output(False, "allow a resumed run to change between 2bw and a synchronous schedule")
+
+
+class ModelSettings(Settings):
+    preset: str = _field("cpu-default", "named size; the keys below override single values of it")
+    init_from: str | None = _field(None, "Hugging Face folder to start from (name optim.name explicitly)")
+    vocab: int | None = _field(None, "vocabulary size (derived: the preset's)", ge=1)
+    dim: int | None = _field(None, "width of the residual stream (derived: the preset's)", ge=1)
+    layers: int | None = _field(None, "number of layers (derived: the preset's)", ge=1)
+    heads: int | None = _field(None, "attention heads (derived: the preset's)", ge=1)
+    kv_heads: int | None = _field(None, "key and value heads (derived: the preset's)", ge=1)
+    ffn: int | None = _field(None, "hidden width of the MLP (derived: the preset's)", ge=1)
+    tied: bool | None = _field(None, "embedding and head share weights (derived: the preset's)")
+    qk_norm: bool | None = _field(None, "RMSNorm on queries and keys (derived: the preset's)")
+    rope_theta: float | None = _field(None, "base of the rotary embedding (derived: the preset's)", gt=0)
+    norm_eps: float | None = _field(None, "epsilon of RMSNorm (derived: the preset's)", gt=0)
+    experts: int | None = _field(None, "experts per layer, 0: dense (derived: the preset's)", ge=0)
+    experts_per_token: int | None = _field(None, "experts a token visits (derived: the preset's)", ge=0)
+    balance_loss: float | None = _field(
+        None, "weight of the load-balancing loss (derived: the preset's)", ge=0
+    )
+    router_z_loss: float | None = _field(None, "weight of the router's z-loss (derived: the preset's)", ge=0)
+
+
+class DataSettings(Settings):
+    path: str | None = _field(None, "folder of token shards; none: the embedded standard-library corpus")
+    sequence: int = _field(128, "tokens per sequence", ge=2)
+    mask_documents: bool = _field(False, "no loss on the first token after a document's end")
+
+
+class PipelineSettings(Settings):
+    schedule: ScheduleName = _field("2bw", "2bw, emulate (one process), or torch's synchronous schedules")
+    stages: int | None = _layout(None, "pipeline stages (derived: 2; 1 for emulate; torchrun's ranks)", ge=1)
+    microbatches: int = _field(8, "microbatches per update, m; never derived from the stages", ge=1)
+    microbatch_size: int = _field(1, "sequences per microbatch, over all data ranks", ge=1)
+    in_flight: int | None = _layout(
+        None, "microbatches stage 0 keeps in flight, 2bw only (derived: from latency)", ge=1
+    )
+    boundaries: list[int] | None = _layout(
+        None, "first layer of each stage but the first (derived: balanced cost)"
+    )
+    delay: int | list[int] = _field(
+        1, "updates between reading and using weights; other than 1: emulate only"
+    )
+    data_ranks: int = _layout(1, "data-parallel ranks per stage; they share each microbatch's rows", ge=1)
+    shard_optimizer: bool = _layout(False, "each data rank owns the master and state of whole matrices")
+
+
+class OptimSettings(Settings):
+    name: str = _field(
+        "muon", "optimizer: muon, adamw, soap, adan, lion, ... (matrices; the rest take AdamW)"
+    )
+    lr: float = _field(0.01, "peak learning rate", gt=0)
+    adamw_lr: float | None = _field(
+        None, "peak learning rate of the tensors Muon leaves to AdamW (derived: the optimizer's rule)", gt=0
+    )
+    weight_decay: float = _field(0.1, "decoupled weight decay", ge=0)
+    betas: list[float] | None = _field(None, "moment decay rates (derived: the optimizer's)")
+    momentum: float | None = _field(None, "momentum (derived: the optimizer's)", ge=0, lt=1)
+    options: dict[str, Any] = _field({}, "further options handed to the optimizer as they are")
+    correction: str | None = _field(
+        None,
+        "what is done about delay: error_feedback, none, momentum_prediction, delay_compensation, lr_scaling "
+        "(derived: error_feedback where there is a delay)",
+    )
+    correction_lambda: float | None = _field(
+        None, "strength of the correction (derived: its own default)", ge=0
+    )
+    sync_start: float = _field(0, "flushed updates at the start; below 1: a share of train.steps", ge=0)
+    sync_finish: float = _field(0, "flushed updates at the end; below 1: a share of train.steps", ge=0)
+    schedule: Literal["cosine", "wsd", "constant"] = _field("cosine", "shape of the learning rate")
+    warmup: float = _field(0.1, "warm-up updates; below 1: a share of train.steps", ge=0)
+    floor: float | None = _field(
+        None, "learning rate at the end, as a share of the peak (derived: 0.1; 0 for constant)", ge=0, le=1
+    )
+    max_grad_norm: float = _field(1.0, "exact clipping over all stages; 0: off", ge=0)
+
+
+class TrainSettings(Settings):
+    steps: int = _field(300, "optimizer updates", ge=1)
+    seed: int = _field(0, "seed of the weights and of the data order", ge=0)
+    device: Literal["auto", "cpu", "cuda"] = _layout("auto", "auto: a GPU where there is one")
+    dtype: Literal["float32", "bfloat16", "bfloat16_autocast"] = _field(
+        "float32", "float32; bfloat16 banks over a float32 master; float32 weights under bfloat16 autocast"
+    )
+    compile: bool = _layout(False, "torch.compile every replica")
+    activation_checkpointing: bool = _layout(False, "recompute each layer's activations in the backward")
+    z_loss: float = _field(0.0, "weight of the squared log-partition penalty", ge=0)
+    timeout_seconds: float = _layout(600.0, "how long a stage waits for another before it names it", gt=0)
+    log_every: int = _output(1, "steps between lines; every step is in events.jsonl all the same", ge=1)
+    eval_every: int = _output(100, "steps between validations; 0: only at the end", ge=0)
+    eval_batches: int = _output(8, "update-sized batches per validation", ge=1)
+    sample_prompt: str = _output("def ", "prompt of the sample at the end")
+    sample_tokens: int = _output(96, "tokens of the sample at the end; 0: none", ge=0)
+    timeline_at: int = _output(0, "record the measured timeline of this step's group; 0: never", ge=0)
+    trackers: list[Literal["tensorboard", "wandb"]] = _output([], "also log to tensorboard or wandb")
+
+
+class CheckpointSettings(Settings):
+    every: int = _output(100, "steps between checkpoints; 0: only at the end", ge=0)
+    keep: int = _output(2, "finished checkpoints kept", ge=1)
+
+
+class HealthSettings(Settings):
+    hash_every: int = _output(100, "steps between hashes of replicas, tied weights and banks; 0: never", ge=0)
+    spike: float = _output(
+        6.0, "warn when a loss is this many deviations above its recent mean; 0: off", ge=0
+    )
+    max_skipped: int = _output(5, "non-finite updates in a row that count as a failure; 0: no limit", ge=0)
+    rollback: bool = _output(False, "on a failure return to the last checkpoint and skip the data since then")
+
+
+class Config(Settings):
+    """One run. Sections are frozen; `model_copy(update=...)` or overrides make another one."""
+
+    run: RunSettings = RunSettings()
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    pipeline: PipelineSettings = PipelineSettings()
+    optim: OptimSettings = OptimSettings()
+    train: TrainSettings = TrainSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    health: HealthSettings = HealthSettings()
+
+    @property
+    def synchronous(self) -> bool:
+        """True when torch's own flushed schedules drive the run."""
+        return self.pipeline.schedule in SYNCHRONOUS
+
+    @property
+    def chunks(self) -> int:
+        """Stage modules per rank."""
+        return 2 if self.pipeline.schedule in TWO_CHUNK else 1
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.pipeline.microbatches * self.pipeline.microbatch_size * self.data.sequence

@@ -1,0 +1,112 @@
+"""A `Config` as TOML, as a table of keys, and as the difference from another one.
+
+Invariant: `load(write(config)) == config`: the file in a run folder can start the run again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from slipstream.config.settings import Config, Reach
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One setting, for `slipstream config`."""
+
+    name: str
+    type: str
+    default: Any
+    meaning: str
+    reach: Reach
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key whose value differs between a stored run and the one asked for."""
+
+    name: str
+    stored: Any
+    asked: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: the run has {self.stored!r}, asked for {self.asked!r}"
+
+
+def describe() -> Iterator[Key]:
+    """Every key with its type, default and meaning, in the order of the tree."""
+    for section, info in Config.model_fields.items():
+        settings = info.annotation
+        assert isinstance(settings, type)
+        assert issubclass(settings, BaseModel)
+        for name, field in settings.model_fields.items():
+            extra = field.json_schema_extra
+            assert isinstance(extra, dict)
+            yield Key(
+                name=f"{section}.{name}",
+                type=_type_name(field.annotation),
+                default=field.get_default(call_default_factory=True),
+                meaning=field.description or "",
+                reach=Reach(str(extra["reach"])),
+            )
+
+
+def to_toml(config: Config) -> str:
+    """The resolved run as TOML, one comment per key; a value of None is left out (TOML has no null)."""
+    meanings = {key.name: key.meaning for key in describe()}
+    lines: list[str] = []
+    for section, values in config.model_dump().items():
+        lines.append(f"[{section}]")
+        for name, value in values.items():
+            comment = f"  # {meanings[f'{section}.{name}']}"
+            lines.append(f"# {name} ={comment}" if value is None else f"{name} = {_toml(value)}{comment}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def changes(stored: Config, asked: Config) -> list[Change]:
+    """The keys that would change the trajectory, with both values."""
+    old, new = flat(stored), flat(asked)
+    return [
+        Change(key.name, old[key.name], new[key.name])
+        for key in describe()
+        if key.reach is Reach.TRAJECTORY and old[key.name] != new[key.name]
+    ]
+
+
+def flat(config: Config) -> dict[str, Any]:
+    return {
+        f"{section}.{name}": value
+        for section, values in config.model_dump().items()
+        for name, value in values.items()
+    }
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, dict):
+        pairs = (f"{json.dumps(key, ensure_ascii=False)} = {_toml(item)}" for key, item in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    return repr(value)
+
+
+def _type_name(annotation: Any) -> str:
+    text = (
+        annotation.__name__
+        if isinstance(annotation, type) and not hasattr(annotation, "__args__")
+        else str(annotation)
+    )
+    text = text.replace("typing.", "").replace("Any", "any").replace(" | None", "")
+    if text.startswith("Literal["):
+        return text.removeprefix("Literal[").removesuffix("]").replace("'", "").replace(", ", " | ")
+    return text

@@ -1,0 +1,199 @@
+"""Checkpoints of a run: found, verified, committed, kept. Invariant: a folder named step-N is complete.
+
+Ranks write their pieces into a hidden folder; when all are there, one rank adds the manifest (sizes and
+SHA-256 of every file), forces everything to disk and renames the folder. A rename is atomic, so a kill at
+any moment leaves either no step-N or a whole one; what a kill leaves behind starts with a dot and is swept
+at the next start.
+
+    checkpoints/step-00000200/manifest.json
+                              stage-000.safetensors  stage-000.json      one pair per stage (and data shard)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import CheckpointError
+from slipstream.train.state import Digest, digest, read_piece, sync
+
+FORMAT = "slipstream-checkpoint"
+VERSION = 1
+_NAME = re.compile(r"step-(\d+)")
+_PIECE = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9._-]*"
+)  # no separators: a manifest cannot point outside its folder
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a committed checkpoint says of itself."""
+
+    step: int
+    pieces: tuple[str, ...]
+    files: dict[str, Digest]
+    meta: dict[str, Any]
+
+
+def folder_of(root: Path, step: int) -> Path:
+    return root / f"step-{step:08d}"
+
+
+def draft_of(root: Path, step: int, nonce: str) -> Path:
+    """Where the pieces of one attempt gather; the nonce keeps attempts of different processes apart."""
+    return root / f".draft-step-{step:08d}-{nonce}"
+
+
+def committed(root: Path) -> list[Path]:
+    """Committed checkpoints, newest first."""
+    if not root.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def commit(
+    root: Path, step: int, nonce: str, pieces: Sequence[str], files: dict[str, Digest], meta: dict[str, Any]
+) -> Path:
+    """Turn a draft that holds all its pieces into step-N."""
+    draft, final = draft_of(root, step, nonce), folder_of(root, step)
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "created": time.time(),
+        "pieces": list(pieces),
+        "files": {name: {"bytes": value.bytes, "sha256": value.sha256} for name, value in files.items()},
+        "meta": meta,
+    }
+    try:
+        (draft / "manifest.json").write_text(json.dumps(_sealed(body), indent=1), encoding="utf-8")
+        sync(draft / "manifest.json")
+        sync(draft)
+        draft.rename(final)
+        sync(root)
+    except OSError as error:
+        raise CheckpointError(f"'{final}' could not be written: {error}.") from error
+    return final
+
+
+def sweep(root: Path) -> None:
+    """Remove what interrupted attempts left behind. Call only with the run locked."""
+    for path in root.glob(".draft-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def retain(root: Path, keep: int) -> None:
+    """Remove all but the newest `keep`. A folder is renamed first, so half of one is never taken for a
+    whole.
+    """
+    for path in committed(root)[keep:]:
+        doomed = root / f".draft-removed-{path.name}"
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def manifest(path: Path) -> Manifest:
+    """Read and check a manifest, without reading the pieces."""
+    file = path / "manifest.json"
+    try:
+        body = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"'{path}' is not a checkpoint: it has no manifest.json.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"'{file}' is damaged: {error}.") from None
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise CheckpointError(f"'{path}' was not written by slipstream.")
+    if body.get("version") != VERSION:
+        raise CheckpointError(
+            f"'{path}' has format version {body.get('version')!r}; this one reads {VERSION}."
+        )
+    if _sealed({key: value for key, value in body.items() if key != "seal"}) != body:
+        raise CheckpointError(f"'{file}' is damaged: its seal does not match its content.")
+    if any(not _PIECE.fullmatch(name) for name in (*body["files"], *body["pieces"])):
+        raise CheckpointError(f"'{file}' names files outside its folder.")
+    files = {name: Digest(value["bytes"], value["sha256"]) for name, value in body["files"].items()}
+    return Manifest(body["step"], tuple(body["pieces"]), files, body["meta"])
+
+
+def verify(path: Path) -> Manifest:
+    """Check every file of a checkpoint against its manifest; a CheckpointError names the first bad one."""
+    found = manifest(path)
+    for name, expected in found.files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"'{file}' is missing.")
+        size = file.stat().st_size
+        if size != expected.bytes:
+            raise CheckpointError(
+                f"'{file}' is truncated or padded: {size} bytes instead of {expected.bytes}."
+            )
+        if digest(file) != expected:
+            raise CheckpointError(f"'{file}' is corrupted: its SHA-256 differs from the manifest's.")
+    return found
+
+
+def newest_good(root: Path, report: Callable[[str], None]) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint that verifies. Bad ones are reported and set aside; none at all gives None."""
+    candidates = committed(root)
+    for path in candidates:
+        try:
+            return path, verify(path)
+        except CheckpointError as error:
+            aside = _set_aside(path)
+            report(f"{error} It was set aside as '{aside.name}'; looking for an older checkpoint.")
+    if candidates:
+        names = ", ".join(path.name for path in candidates)
+        raise CheckpointError(
+            f"No checkpoint in '{root}' is usable (tried {names}; set aside as damaged-*). Start in another "
+            "run.dir, or put a good copy back."
+        )
+    return None
+
+
+def read(
+    path: Path, found: Manifest, names: Callable[[str], bool] = lambda name: True
+) -> list[dict[str, Any]]:
+    """The state trees of all pieces, holding only tensors whose parameter name is wanted."""
+
+    def wanted(key: str) -> bool:
+        parts = [part.replace("~1", "/").replace("~0", "~") for part in key.split("/")]
+        owner = parts[2] if parts[0] == "banks" else parts[1]  # banks/<reader>/<name>, section/<name>[/<key>]
+        return names(owner)
+
+    return [read_piece(path, piece, wanted) for piece in found.pieces]
+
+
+def locate(source: str | Path) -> Path:
+    """A checkpoint folder from what a person names: the folder itself, a run folder, or its checkpoints."""
+    path = Path(source)
+    if (path / "manifest.json").is_file():
+        return path
+    for root in (path / "checkpoints", path):
+        for candidate in committed(root):
+            try:
+                verify(candidate)
+            except CheckpointError:
+                continue
+            return candidate
+    raise CheckpointError(
+        f"There is no usable checkpoint in '{source}'. Name a run folder or a step-N folder."
+    )
+
+
+def _set_aside(path: Path) -> Path:
+    aside = path.with_name(f"damaged-{path.name}-{time.time_ns()}")
+    path.rename(aside)
+    return aside
+
+
+def _sealed(body: dict[str, Any]) -> dict[str, Any]:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return body | {"seal": hashlib.sha256(text.encode()).hexdigest()}

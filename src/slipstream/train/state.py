@@ -1,0 +1,142 @@
+"""A state tree on disk: tensors as safetensors, everything else as JSON. Invariant: nothing is ever
+unpickled.
+
+A tree is nested dicts with string keys whose leaves are tensors, numbers, strings, booleans, None, or lists
+of those. Each leaf tensor is stored under its path ("optimizer/layers.0.mlp.up.weight/exp_avg") and the JSON
+tree keeps {"$tensor": path} in its place. A piece is one such pair of files, written by one rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from slipstream.errors import CheckpointError
+
+TENSOR = "$tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """What a finished file looks like."""
+
+    bytes: int
+    sha256: str
+
+
+def flatten(tree: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Split a state tree into tensors by path and a JSON-able tree that refers to them."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def visit(node: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(node, torch.Tensor):
+            key = "/".join(part.replace("~", "~0").replace("/", "~1") for part in path)
+            tensors[key] = node
+            return {TENSOR: key}
+        if isinstance(node, dict):
+            assert all(isinstance(key, str) for key in node), f"state keys must be strings: {list(node)[:5]}"
+            return {key: visit(value, (*path, key)) for key, value in node.items()}
+        if isinstance(node, (list, tuple)):
+            return [visit(value, (*path, str(index))) for index, value in enumerate(node)]
+        if node is None or isinstance(node, (bool, int, float, str)):
+            return node
+        raise CheckpointError(
+            f"A checkpoint cannot hold {'/'.join(path)}: {type(node).__name__} is neither a tensor nor JSON. "
+            "Keep tensors, numbers and strings in the state of optimizers and corrections."
+        )
+
+    return tensors, visit(tree, ())
+
+
+def unflatten(node: Any, tensors: Callable[[str], torch.Tensor | None]) -> Any:
+    """Put the tensors back; a tensor the caller declines (None) is left out of its dict."""
+    if isinstance(node, list):
+        return [unflatten(value, tensors) for value in node]
+    if not isinstance(node, dict):
+        return node
+    if node.keys() == {TENSOR}:
+        return tensors(node[TENSOR])
+    children = {key: unflatten(value, tensors) for key, value in node.items()}
+    return {key: value for key, value in children.items() if value is not None or node[key] is None}
+
+
+def snapshot(tree: Any) -> Any:
+    """A copy of a tree on the host that later updates cannot touch."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().to("cpu", copy=True).contiguous()
+    if isinstance(tree, dict):
+        return {key: snapshot(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [snapshot(value) for value in tree]
+    return tree
+
+
+def write_piece(folder: Path, name: str, tree: dict[str, Any]) -> dict[str, Digest]:
+    """Write `name.safetensors` and `name.json`, both on disk when this returns. The .json appears last,
+    whole.
+    """
+    tensors, scalars = flatten(tree)
+    weights, text = folder / f"{name}.safetensors", folder / f"{name}.json"
+    try:
+        save_file(_unshared(tensors), weights)
+        sync(weights)
+        digests = {weights.name: digest(weights)}
+        draft = folder / f".{name}.json"
+        draft.write_text(json.dumps({"tree": scalars, "files": _plain(digests)}), encoding="utf-8")
+        sync(draft)
+        draft.rename(text)
+        return digests | {text.name: digest(text)}
+    except (OSError, SafetensorError) as error:
+        weights.unlink(missing_ok=True)
+        raise CheckpointError(f"'{weights}' could not be written: {error}.") from error
+
+
+def read_piece(folder: Path, name: str, wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """Read a piece back; `wanted(path)` says which tensors are needed here."""
+    weights, text = folder / f"{name}.safetensors", folder / f"{name}.json"
+    try:
+        tree = json.loads(text.read_text(encoding="utf-8"))["tree"]
+        with safe_open(weights, framework="pt") as file:
+            return unflatten(tree, lambda key: file.get_tensor(key) if wanted(key) else None)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(f"'{weights}' is damaged: {error}.") from error
+
+
+def digest(path: Path) -> Digest:
+    with path.open("rb") as file:
+        return Digest(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def sync(path: Path) -> None:
+    """Force a file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _plain(digests: dict[str, Digest]) -> dict[str, Any]:
+    return {name: asdict(value) for name, value in digests.items()}
+
+
+def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """safetensors refuses tensors that share memory (two banks that still hold the same weights)."""
+    seen: set[int] = set()
+    out: dict[str, torch.Tensor] = {}
+    for key, tensor in tensors.items():
+        pointer = tensor.untyped_storage().data_ptr()
+        shared = pointer in seen or not tensor.is_contiguous() or tensor.is_cuda
+        out[key] = tensor.detach().cpu().clone().contiguous() if shared else tensor.detach()
+        if tensor.numel():
+            seen.add(pointer)
+    return out

@@ -1,0 +1,113 @@
+"""The config tree: round trip, overrides, nearest keys, all problems at once, derived values."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from slipstream.config import changes, describe, from_tree, load, resolve, to_toml
+from slipstream.config.load import keys
+from slipstream.config.settings import Config
+from slipstream.errors import ConfigError, UserError
+
+
+def problems_of(overrides: list[str]) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        resolve(load(None, overrides))
+    return caught.value.problems
+
+
+def test_resolved_run_starts_itself_again():
+    config = resolve(
+        load(None, ["optim.lr=3e-4", "optim.options.nesterov=false", 'train.sample_prompt="a\\"b\\n"'])
+    )
+    again = from_tree(tomllib.loads(to_toml(config)))
+    assert again == config
+    assert resolve(again) == config
+
+
+def test_file_then_overrides(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[optim]\nlr = 0.5\nname = "adamw"\n[train]\nsteps = 7\n')
+    config = load(file, ["optim.lr=3e-4", "pipeline.schedule=1f1b", "run.dir=2024-01-01", "train.steps="])
+    assert (config.optim.lr, config.optim.name) == (3e-4, "adamw")
+    assert config.pipeline.schedule == "1f1b"
+    assert config.run.dir == "2024-01-01"
+    assert config.train.steps == Config().train.steps  # an empty value restores the default
+
+
+def test_every_problem_is_reported_with_its_nearest_key():
+    problems = problems_of(
+        ["optm.lr=1", "train.stpes=3", "train.dtype=flot32", "lr=3", "steps", "train.seed=x"]
+    )
+    text = "\n".join(problems)
+    assert len(problems) == 6
+    assert "Did you mean optim.lr?" in text
+    assert "Did you mean train.steps?" in text
+    assert "Did you mean 'float32'?" in text
+    assert "'steps' is not an override" in text
+    assert "train.seed = 'x'" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["pipeline.stages=4", "pipeline.microbatches=2"], "pipeline.microbatches = 2 is less"),
+        (["pipeline.stages=8"], "4 layers cannot fill 8"),
+        (["pipeline.schedule=1f1b", "optim.correction=error_feedback"], "has no delay to correct"),
+        (["pipeline.schedule=1f1b", "pipeline.in_flight=3"], "pipeline.in_flight takes effect"),
+        (["pipeline.delay=2"], "pipeline.schedule=emulate for other delays"),
+        (["pipeline.schedule=emulate", "pipeline.stages=2"], "runs in one process"),
+        (["pipeline.boundaries=[3, 1]"], "names 2 boundaries"),
+        (["pipeline.boundaries=[4]"], "must rise strictly"),
+        (["model.init_from=x"], "optim.name=adamw"),
+        (["model.preset=cpu-defualt"], "Did you mean 'cpu-default'?"),
+        (["model.heads=3"], "does not give 3 heads"),
+        (["pipeline.data_ranks=2"], "cannot be shared"),
+        (["optim.correction=none", "optim.correction_lambda=1"], "cannot take effect without"),
+        (["optim.schedule=constant", "optim.floor=0.5"], "cannot take effect"),
+        (["train.dtype=bfloat16", "train.device=cpu"], "unusably slow"),
+        (["pipeline.schedule=zbv", "pipeline.microbatches=7"], "divisible"),
+        (["optim.sync_start=0.9", "optim.sync_finish=0.9"], "exceed train.steps"),
+        (["health.rollback=true", "checkpoint.every=0"], "checkpoints to return to"),
+    ],
+)
+def test_what_cannot_work_is_refused(overrides, words):
+    assert any(words in problem for problem in problems_of(overrides)), problems_of(overrides)
+
+
+def test_derived_values():
+    assert resolve(load()).pipeline.stages == 2
+    assert resolve(load(), world=4).pipeline.stages == 4
+    assert resolve(load(None, ["pipeline.schedule=emulate"])).pipeline.stages == 1
+    assert resolve(load()).optim.correction == "error_feedback"
+    assert resolve(load(None, ["pipeline.schedule=1f1b"])).optim.correction == "none"
+    assert resolve(load(None, ["pipeline.schedule=emulate", "pipeline.delay=0"])).optim.correction == "none"
+    with pytest.raises(ConfigError, match="torchrun started 3"):
+        resolve(load(None, ["pipeline.stages=2"]), world=3)
+
+
+def test_microbatches_never_follow_the_stages():
+    assert {resolve(load(None, [f"pipeline.stages={p}"])).pipeline.microbatches for p in (1, 2, 4)} == {8}
+
+
+def test_only_trajectory_keys_count_as_changes():
+    stored = resolve(load())
+    asked = resolve(load(None, ["pipeline.stages=4", "checkpoint.keep=5", "optim.lr=1", "train.seed=3"]))
+    assert {change.name for change in changes(stored, asked)} == {"optim.lr", "train.seed"}
+    assert "asked for 1.0" in str(changes(stored, asked)[0])
+
+
+def test_every_key_is_described_once():
+    names = [key.name for key in describe()]
+    assert names == list(keys())
+    assert all(key.meaning for key in describe())
+
+
+def test_files_that_are_not_runs(tmp_path):
+    with pytest.raises(UserError, match="There is no file"):
+        load(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("[train\n")
+    with pytest.raises(UserError, match="not valid TOML"):
+        load(tmp_path / "bad.toml")
