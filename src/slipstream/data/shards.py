@@ -1,0 +1,110 @@
+"""Token shards on disk: the `.bin` format of llm.c and modded-nanogpt, written and memory-mapped.
+
+A shard is 256 little-endian int32 (magic, version, number of tokens, zeros), then the tokens:
+
+    magic 20240520, version 1    uint16 tokens
+    magic 20240801, version 7    uint32 tokens, for vocabularies above 65,536
+
+A folder holds `*train*.bin` and `*val*.bin`, read in name order as one stream; `meta.json` and
+`tokenizer.json` beside them when `slipstream data prepare` wrote it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.errors import DataError
+
+HEADER_BYTES = 256 * 4
+_FORMATS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+_FULL_HASH_BYTES = 64 << 20
+_SPLIT_PATTERNS = {"train": "*train*.bin", "valid": "*val*.bin"}
+
+Tokens = NDArray[np.uint16] | NDArray[np.uint32]
+
+
+def token_dtype(vocab: int) -> np.dtype:
+    return np.dtype("<u2") if vocab <= 1 << 16 else np.dtype("<u4")
+
+
+def header(count: int, dtype: np.dtype) -> bytes:
+    magic, version = next(key for key, value in _FORMATS.items() if value == dtype)
+    values = np.zeros(256, dtype="<i4")
+    values[:3] = magic, version, count
+    return values.tobytes()
+
+
+def write_shard(path: Path, tokens: Tokens) -> None:
+    path.write_bytes(header(len(tokens), tokens.dtype) + tokens.tobytes())
+
+
+def open_shard(path: Path) -> Tokens:
+    """The tokens of one shard, memory-mapped; a file of another kind or a cut one is a DataError."""
+    size = path.stat().st_size
+    values = np.fromfile(path, dtype="<i4", count=256)
+    key = (int(values[0]), int(values[1])) if len(values) == 256 else None
+    if key not in _FORMATS:
+        seen = f"magic and version {key}" if key else f"{size} bytes"
+        raise DataError(
+            f"{path} is not a token shard: {seen}, expected one of {sorted(_FORMATS)} in a header of "
+            f"{HEADER_BYTES} bytes. Make shards with `slipstream data prepare`."
+        )
+    dtype, count = _FORMATS[key], int(values[2])
+    expected = HEADER_BYTES + count * dtype.itemsize
+    if count < 0 or size != expected:
+        raise DataError(
+            f"{path} is damaged: its header announces {count} tokens, so {expected} bytes, but it has {size}. "
+            "Copy it again, or make it again with `slipstream data prepare`."
+        )
+    if count == 0:
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
+
+
+def find_shards(folder: Path, split: str) -> list[Path]:
+    """The shards of `split` ("train" or "valid") in name order."""
+    if not folder.is_dir():
+        raise DataError(f"data.path {folder} is not a folder. Make one with `slipstream data prepare`.")
+    shards = sorted(folder.glob(_SPLIT_PATTERNS[split]))
+    if not shards:
+        found = sorted(path.name for path in folder.iterdir())[:8]
+        raise DataError(
+            f"{folder} has no {_SPLIT_PATTERNS[split]} (it holds: {', '.join(found) or 'nothing'}). "
+            "Make shards with `slipstream data prepare INPUT... --out DIR`."
+        )
+    return shards
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """What `slipstream data prepare` noted about the folder; empty for shards from elsewhere."""
+    path = folder / "meta.json"
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path} is not JSON ({error}). Delete it or prepare the data again.") from error
+
+
+def fingerprint(paths: Sequence[Path]) -> str:
+    """sha256 of sizes and contents. Above 64 MiB in all, contents are sampled: 64 blocks of 64 KiB a shard."""
+    digest = hashlib.sha256()
+    everything = sum(path.stat().st_size for path in paths) <= _FULL_HASH_BYTES
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            if everything:
+                digest.update(file.read())
+                continue
+            for block in range(64):
+                file.seek(block * max(0, size - (64 << 10)) // 63)
+                digest.update(file.read(64 << 10))
+    return digest.hexdigest()

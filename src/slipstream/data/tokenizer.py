@@ -1,0 +1,81 @@
+"""Text to token ids and back: a byte-level BPE of Hugging Face `tokenizers`, trained here or loaded.
+
+Every byte has a token of its own, so any text survives encode and decode. A vocabulary of 257 (the bytes
+and the end mark) is therefore a plain byte tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from slipstream.errors import DataError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+SMALLEST_VOCAB = 257
+
+
+class Tokenizer:
+    """`encode`, `decode`, `vocab_size`, and the id that ends a document."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self.inner = inner
+        ends = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>")
+        ids = [i for i in map(inner.token_to_id, ends) if i is not None]
+        if not ids:
+            raise DataError(f"The tokenizer has no end-of-document token: none of {', '.join(ends)}.")
+        self.end_of_document = ids[0]
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return max(self.inner.get_vocab().values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        return self.inner.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Uses all cores."""
+        return [item.ids for item in self.inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.inner.decode(list(ids), skip_special_tokens=False)
+
+    def save(self, path: str | Path) -> None:
+        self.inner.save(str(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """From a `tokenizer.json`, or a folder that holds one."""
+        path = Path(path)
+        path = path / "tokenizer.json" if path.is_dir() else path
+        if not path.is_file():
+            raise DataError(f"There is no tokenizer at {path}. Give a tokenizer.json, or train one.")
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except DataError:
+            raise
+        except Exception as error:  # the library raises bare Exception for anything it cannot parse
+            raise DataError(f"{path} is not a tokenizer that `tokenizers` can read: {error}") from error
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab: int, show_progress: bool = False) -> Tokenizer:
+        """A byte-level BPE of at most `vocab` tokens; id 0 ends a document."""
+        if vocab < SMALLEST_VOCAB:
+            raise DataError(
+                f"A vocabulary of {vocab} cannot hold all bytes. Ask for {SMALLEST_VOCAB} or more."
+            )
+        inner = tokenizers.Tokenizer(models.BPE())
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+        inner.decoder = decoders.ByteLevel()  # pyright: ignore
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab,
+            special_tokens=[END_OF_DOCUMENT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=show_progress,
+        )
+        inner.train_from_iterator(texts, trainer)
+        return cls(inner)

@@ -1,0 +1,99 @@
+"""The dense decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Names, layouts and arithmetic are those of Hugging Face's Llama, so that export needs no permutation.
+Nothing here knows of pipelines. A forward changes no state: the rotary table is a function of the
+sequence length, so replicas of a layer may run in any order.
+
+Shapes: B sequences, T tokens, D model width, H query heads, K key-value heads, h head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.models.sizes import ModelConfig
+
+
+class RMSNorm(nn.Module):
+    """y = w * x / sqrt(mean(x^2) + eps), the mean in float32 at least."""
+
+    def __init__(self, dim: int, eps: float, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return wide.type_as(x) * self.weight.type_as(x)
+
+
+def rotary_table(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, h] of position * theta^(-2i/h), in float32; both halves of h hold the same angles."""
+    exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    position = torch.arange(length, device=device, dtype=torch.float32)
+    angle = torch.outer(position, theta**-exponent)
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (x_i, x_{i + h/2}) of x [B, H, T, h] by their positions' angles."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-high, low), dim=-1) * sin).type_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.q = nn.Linear(config.dim, config.dim, bias=False, device=device)
+        self.k = nn.Linear(config.dim, config.kv_dim, bias=False, device=device)
+        self.v = nn.Linear(config.dim, config.kv_dim, bias=False, device=device)
+        self.o = nn.Linear(config.dim, config.dim, bias=False, device=device)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.norm_eps, device)
+            self.k_norm = RMSNorm(config.head_dim, config.norm_eps, device)
+        self.qk_norm = config.qk_norm
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        b, t, _ = x.shape
+        q = self.q(x).view(b, t, self.heads, self.head_dim)
+        k = self.k(x).view(b, t, self.kv_heads, self.head_dim)
+        v = self.v(x).view(b, t, self.kv_heads, self.head_dim).transpose(1, 2)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = rotate(q.transpose(1, 2), cos, sin)
+        k = rotate(k.transpose(1, 2), cos, sin)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.heads != self.kv_heads
+        )
+        return self.o(out.transpose(1, 2).reshape(b, t, -1))
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x))"""
+
+    def __init__(self, config: ModelConfig, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.dim, config.ffn, bias=False, device=device)
+        self.up = nn.Linear(config.dim, config.ffn, bias=False, device=device)
+        self.down = nn.Linear(config.ffn, config.dim, bias=False, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class DenseLayer(nn.Module):
+    def __init__(self, config: ModelConfig, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps, device)
+        self.attention = Attention(config, device)
+        self.mlp_norm = RMSNorm(config.dim, config.norm_eps, device)
+        self.mlp = MLP(config, device)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+        return x + self.mlp(self.mlp_norm(x))

@@ -1,0 +1,95 @@
+"""Next-token cross entropy, weighted by tokens, lean in memory, with an optional z-loss.
+
+    loss of a microbatch = shares / C * sum over its counted tokens of (lse - logit[target] + z * lse^2)
+
+C is the number of counted tokens of the whole group and `shares` the number of microbatches it is cut
+into (m, times the data ranks), so the mean over microbatches is the mean over tokens, however the
+counted tokens fall. C travels with the targets as one more column: a loss function of an engine sees
+only (output, target) of its own microbatch.
+
+Only logits and one number per token are kept for the backward; float32 copies exist chunk by chunk.
+Shapes: N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORE = -100  # a target that is not counted
+
+_CHUNK_VALUES = 1 << 25  # logits held in float32 at a time: 128 MiB
+
+
+class _SumCrossEntropy(torch.autograd.Function):
+    """Sum over the counted rows of lse - logit[target] + z * lse^2, for logits [N, V]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+        counted = targets != IGNORE
+        safe = targets.where(counted, 0)
+        lse = torch.cat([_wide(part).logsumexp(-1) for part in _chunks(logits)])
+        picked = logits.gather(-1, safe.unsqueeze(-1)).squeeze(-1).type_as(lse)
+        ctx.save_for_backward(logits, safe, counted, lse)
+        ctx.z_loss = z_loss
+        return ((lse - picked + z_loss * lse.square()) * counted).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits, safe, counted, lse = ctx.saved_tensors
+        scale = grads[0] * counted
+        # d/dlogit = softmax * (1 + 2 z lse) - onehot
+        slope = scale * (1.0 + 2.0 * ctx.z_loss * lse)
+        parts = zip(_chunks(logits), _split_like(lse, logits), _split_like(slope, logits), strict=True)
+        probabilities = [
+            ((_wide(part) - part_lse.unsqueeze(-1)).exp() * part_slope.unsqueeze(-1)).type_as(logits)
+            for part, part_lse, part_slope in parts
+        ]
+        grad = probabilities[0] if len(probabilities) == 1 else torch.cat(probabilities)
+        return grad.scatter_add(-1, safe.unsqueeze(-1), -scale.type_as(grad).unsqueeze(-1)), None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _rows_per_chunk(logits: Tensor) -> int:
+    if torch.compiler.is_compiling():  # fused: no float32 copy is ever made
+        return logits.shape[0]
+    return max(1, _CHUNK_VALUES // logits.shape[1])
+
+
+def _chunks(logits: Tensor) -> tuple[Tensor, ...]:
+    return logits.split(_rows_per_chunk(logits))
+
+
+def _split_like(x: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
+    return x.split(_rows_per_chunk(logits))
+
+
+def with_group_count(targets: Tensor) -> Tensor:
+    """targets [B, T] of a whole group -> [B, T + 1]: the last column holds the group's counted tokens."""
+    count = (targets != IGNORE).sum().expand(targets.shape[0], 1)
+    return torch.cat((targets, count), dim=1)
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """loss(logits [B, T, V], targets): with targets [B, T + 1] as `with_group_count` gives them, the
+    microbatch's share of the group's token mean; with targets [B, T], the mean over these tokens."""
+
+    shares: int = 1
+    z_loss: float = 0.0
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        length = logits.shape[1]
+        if targets.shape[1] == length:
+            weight = 1.0 / (targets != IGNORE).sum().clamp(min=1)
+        else:
+            assert targets.shape[1] == length + 1, (tuple(logits.shape), tuple(targets.shape))
+            weight = self.shares / targets[0, length].clamp(min=1)
+        rows = targets[:, :length].reshape(-1)
+        return _SumCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), rows, self.z_loss) * weight

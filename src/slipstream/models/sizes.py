@@ -1,0 +1,208 @@
+"""Model shapes, presets, and exact counts: parameters, FLOPs and activations. Imports no torch.
+
+Everything that has to know how big a part of a model is (the stage splitter, the planner, utilisation in
+the logs) reads it here. FLOPs are those of the matrix products alone (2 per multiply-add), attention
+counted over the keys a token may see: (T + 1) / 2 on average under the causal mask.
+
+    forward FLOPs per token = 2 * active matrix parameters + layers * 2 * (T + 1) * heads * head_dim
+    training FLOPs per token = 3 * forward        (the backward pass costs two forwards)
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+
+from slipstream.errors import ConfigError, UserError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a Llama-style decoder; `experts > 0` makes every MLP a routed mixture."""
+
+    vocab: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int  # width of the MLP, or of one expert
+    tied: bool = True  # the head starts equal to the embedding and is kept equal by the update
+    qk_norm: bool = False
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    experts: int = 0
+    experts_per_token: int = 0
+    balance_loss: float = 0.01  # coefficient of the load-balancing loss, mean over layers
+    router_z_loss: float = 0.001
+    document_mask: bool = False  # attention does not cross `end_of_document` tokens
+    end_of_document: int = 0
+
+    def __post_init__(self) -> None:
+        if problems := list(_problems(self)):
+            raise ConfigError(problems)
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def kv_dim(self) -> int:
+        return self.kv_heads * self.head_dim
+
+
+def _problems(config: ModelConfig):
+    for name in ("vocab", "dim", "layers", "heads", "kv_heads", "ffn"):
+        if getattr(config, name) < 1:
+            yield f"model.{name} is {getattr(config, name)}; it must be at least 1."
+            return
+    if config.dim % config.heads or config.head_dim % 2:
+        yield (
+            f"model.dim {config.dim} does not give {config.heads} heads an even width. "
+            f"Set model.dim to a multiple of {2 * config.heads}."
+        )
+    if config.heads % config.kv_heads:
+        yield (
+            f"{config.heads} query heads cannot share {config.kv_heads} key-value heads. "
+            f"Set model.kv_heads to a divisor of {config.heads}."
+        )
+    if config.experts and not 1 <= config.experts_per_token <= config.experts:
+        yield (
+            f"model.experts_per_token is {config.experts_per_token} with {config.experts} experts. "
+            f"Set it between 1 and {config.experts}."
+        )
+    if config.experts_per_token and not config.experts:
+        yield "model.experts_per_token has no effect without model.experts. Set model.experts too."
+    if config.document_mask and not 0 <= config.end_of_document < config.vocab:
+        yield f"model.end_of_document {config.end_of_document} is outside the vocabulary of {config.vocab}."
+
+
+PRESETS: dict[str, ModelConfig] = {
+    # Trains to a readable sample in minutes on two slow cores.
+    "cpu-default": ModelConfig(vocab=2048, dim=128, layers=4, heads=4, kv_heads=2, ffn=384),
+    # For studies of delay on one device: 8.1M and 42.1M parameters, untied.
+    "llama-8m": ModelConfig(vocab=8192, dim=256, layers=6, heads=4, kv_heads=4, ffn=512, tied=False),
+    "llama-42m": ModelConfig(vocab=16384, dim=512, layers=8, heads=8, kv_heads=8, ffn=1376, tied=False),
+    # The cost of llama-42m per token (42.5M active), eight experts, two at a time.
+    "moe-94m": ModelConfig(
+        vocab=16384,
+        dim=512,
+        layers=8,
+        heads=8,
+        kv_heads=8,
+        ffn=704,
+        tied=False,
+        experts=8,
+        experts_per_token=2,
+    ),
+    # The published SmolLM2 shapes.
+    "smollm2-135m": ModelConfig(
+        vocab=49152, dim=576, layers=30, heads=9, kv_heads=3, ffn=1536, rope_theta=100_000.0
+    ),
+    "smollm2-360m": ModelConfig(
+        vocab=49152, dim=960, layers=32, heads=15, kv_heads=5, ffn=2560, rope_theta=100_000.0
+    ),
+    "smollm2-1.7b": ModelConfig(
+        vocab=49152, dim=2048, layers=24, heads=32, kv_heads=32, ffn=8192, rope_theta=130_000.0
+    ),
+    # 10.1B parameters, 1.6B of them active: 32 experts of the width of the model, four at a time.
+    "moe-10b": ModelConfig(
+        vocab=49152,
+        dim=2048,
+        layers=24,
+        heads=16,
+        kv_heads=8,
+        ffn=2048,
+        rope_theta=100_000.0,
+        experts=32,
+        experts_per_token=4,
+    ),
+}
+
+
+def preset(name: str, **overrides: object) -> ModelConfig:
+    """The preset called `name`, with some fields replaced."""
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        raise UserError(f"There is no model preset '{name}'.{hint} Presets: {', '.join(PRESETS)}.")
+    return replace(PRESETS[name], **overrides)  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one part of a model costs. FLOPs and activations are per token, FLOPs of one forward."""
+
+    parameters: int
+    active_parameters: int  # those one token uses
+    forward_flops: float
+    activation_values: int  # numbers kept from the forward for the backward
+    checkpointed_values: int  # the same when only the part's input is kept
+
+    def activation_bytes(self, bytes_per_value: int, checkpointing: bool = False) -> int:
+        return bytes_per_value * (self.checkpointed_values if checkpointing else self.activation_values)
+
+
+def embedding_cost(config: ModelConfig) -> Cost:
+    count = config.vocab * config.dim
+    return Cost(count, config.dim, 0.0, 0, 0)
+
+
+def head_cost(config: ModelConfig) -> Cost:
+    """Final norm and output matrix. The logits stay alive until the loss has been differentiated."""
+    matrix = config.vocab * config.dim
+    return Cost(
+        parameters=matrix + config.dim,
+        active_parameters=matrix + config.dim,
+        forward_flops=2.0 * matrix,
+        activation_values=2 * config.dim + config.vocab,
+        checkpointed_values=2 * config.dim + config.vocab,
+    )
+
+
+def layer_cost(config: ModelConfig, sequence: int) -> Cost:
+    """One decoder layer at sequence length `sequence`."""
+    attention = 2 * config.dim * config.dim + 2 * config.dim * config.kv_dim
+    expert = 3 * config.dim * config.ffn
+    router = config.dim * config.experts
+    copies = config.experts_per_token if config.experts else 1
+    norms = 2 * config.dim + (2 * config.head_dim if config.qk_norm else 0)
+    scores = 2.0 * (sequence + 1) * config.dim
+    # Residual and its norm twice; q, k, v; attention's result; gate, its activation, up and their product.
+    kept = 5 * config.dim + config.dim + 2 * config.kv_dim + copies * 4 * config.ffn
+    if config.experts:  # the rows gathered for the experts, and what each expert returns
+        kept += copies * 2 * config.dim + 2 * config.experts
+    if config.qk_norm:
+        kept += config.dim + config.kv_dim
+    return Cost(
+        parameters=attention + max(1, config.experts) * expert + router + norms,
+        active_parameters=attention + copies * expert + router + norms,
+        forward_flops=2.0 * (attention + copies * expert + router) + scores,
+        activation_values=kept,
+        checkpointed_values=config.dim,
+    )
+
+
+def parameters(config: ModelConfig) -> int:
+    """Distinct parameters: a tied head is not counted a second time."""
+    return _count(config, "parameters")
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """Parameters one token is multiplied with (all but the embedding, for a dense model)."""
+    layers = config.layers * layer_cost(config, 1).active_parameters
+    return layers + head_cost(config).active_parameters
+
+
+def _count(config: ModelConfig, field: str) -> int:
+    total = config.layers * getattr(layer_cost(config, 1), field) + getattr(head_cost(config), field)
+    return total if config.tied else total + getattr(embedding_cost(config), field)
+
+
+def forward_flops_per_token(config: ModelConfig, sequence: int) -> float:
+    return config.layers * layer_cost(config, sequence).forward_flops + head_cost(config).forward_flops
+
+
+def flops_per_token(config: ModelConfig, sequence: int) -> float:
+    """Training FLOPs per token: forward and backward."""
+    return 3.0 * forward_flops_per_token(config, sequence)

@@ -1,0 +1,213 @@
+"""Layers [first, last) of a model as one module, with the embedding or the head where asked.
+
+Parameter names are global (`layers.7.mlp.up.weight` wherever layer 7 lives) and every tensor is drawn
+from (seed, its global name): how the model is cut changes neither names nor initial weights.
+
+Auxiliary losses of routed layers never travel between stages. With total loss L = mean over microbatches
+of (loss + aux), a stage adds weight * d aux / d theta in its own backward, where `weight` is what the
+engine multiplies a microbatch's loss with before differentiating: 1/m for an engine that seeds the
+backward with 1/m, 1 for one that divides the finished gradients by m.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from slipstream.errors import UserError
+from slipstream.models.llama import DenseLayer, RMSNorm, rotary_table
+from slipstream.models.moe import MoELayer
+from slipstream.models.sizes import ModelConfig, head_cost, layer_cost
+
+
+class _AddLoss(torch.autograd.Function):
+    """The identity on x; in the backward, `loss` receives the gradient `weight`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, weight: float) -> Tensor:
+        ctx.weight, ctx.dtype, ctx.device = weight, loss.dtype, loss.device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], torch.full((), ctx.weight, dtype=ctx.dtype, device=ctx.device), None
+
+
+class Stage(nn.Module):
+    """tokens [B, T] or hidden [B, T, D] -> hidden [B, T, D] or logits [B, T, V].
+
+    With `config.document_mask` the stages also hand on document numbers: (hidden, documents [B, T]).
+    `router_losses` holds the last forward's [balance, z] of each routed layer, for the log.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        first_layer: int,
+        last_layer: int,
+        *,
+        embedding: bool,
+        head: bool,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.activation_checkpointing = False
+        self.auxiliary_weight = 1.0
+        self.router_losses: Tensor | None = None
+        layer = MoELayer if config.experts else DenseLayer
+        self.embedding = nn.Embedding(config.vocab, config.dim, device=device) if embedding else None
+        self.layers = nn.ModuleDict({str(i): layer(config, device) for i in range(first_layer, last_layer)})
+        self.norm = RMSNorm(config.dim, config.norm_eps, device) if head else None
+        self.head = nn.Linear(config.dim, config.vocab, bias=False, device=device) if head else None
+        if config.tied and self.embedding is not None and self.head is not None:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if self.embedding is not None:
+            if self.config.document_mask:
+                documents = document_numbers(x, self.config.end_of_document)
+            x = self.embedding(x)
+        mask = None if documents is None else document_mask(documents)
+        cos, sin = rotary_table(x.shape[1], self.config.head_dim, self.config.rope_theta, x.device)
+        losses = []
+        for layer in self.layers.values():
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, cos, sin, mask, use_reentrant=False)
+            else:
+                x = layer(x, cos, sin, mask)
+            if self.config.experts:
+                x, layer_losses = x
+                losses.append(layer_losses)
+        if losses:
+            x = self._add_router_losses(x, torch.stack(losses))
+        if self.head is not None and self.norm is not None:
+            return self.head(self.norm(x))
+        return x if documents is None else (x, documents)
+
+    def _add_router_losses(self, x: Tensor, losses: Tensor) -> Tensor:
+        self.router_losses = losses.detach()
+        coefficients = losses.new_tensor((self.config.balance_loss, self.config.router_z_loss))
+        return _AddLoss.apply(x, (losses @ coefficients).sum() / self.config.layers, self.auxiliary_weight)
+
+
+def document_numbers(tokens: Tensor, end_of_document: int) -> Tensor:
+    """For each position, how many documents ended before it; the end mark belongs to the document it ends."""
+    ends = (tokens == end_of_document).to(torch.int64)
+    return ends.cumsum(1) - ends
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """[B, 1, T, T], True where a query may see a key: same document, not later."""
+    t = documents.shape[1]
+    causal = torch.ones(t, t, dtype=torch.bool, device=documents.device).tril()
+    return ((documents.unsqueeze(1) == documents.unsqueeze(2)) & causal).unsqueeze(1)
+
+
+def build_stage(
+    config: ModelConfig,
+    first_layer: int,
+    last_layer: int,
+    *,
+    embedding: bool,
+    head: bool,
+    seed: int,
+    device: torch.device | str = "cpu",
+) -> Stage:
+    """Layers [first_layer, last_layer), initialised (on the meta device: shapes only)."""
+    if not 0 <= first_layer <= last_layer <= config.layers:
+        raise UserError(
+            f"Layers [{first_layer}, {last_layer}) are not in a model of {config.layers} layers. "
+            f"Choose 0 <= first <= last <= {config.layers}."
+        )
+    stage = Stage(config, first_layer, last_layer, embedding=embedding, head=head, device=device)
+    for name, parameter in stage.named_parameters():
+        parameter.slipstream_role = _role(name, parameter)  # pyright: ignore[reportAttributeAccessIssue]
+    if torch.device(device).type != "meta":
+        initialise(stage, config, seed)
+    return stage
+
+
+def build_model(config: ModelConfig, seed: int, device: torch.device | str = "cpu") -> Stage:
+    """The whole model as one stage."""
+    return build_stage(config, 0, config.layers, embedding=True, head=True, seed=seed, device=device)
+
+
+def tied_names(config: ModelConfig, stage: Stage) -> dict[str, str]:
+    """{tie: parameter} for the engine, where the tied matrices live on two stages. On one stage they are
+    one shared parameter, which the engine finds by itself."""
+    if not config.tied or (stage.embedding is None) == (stage.head is None):
+        return {}
+    return {"embedding": "embedding.weight" if stage.embedding is not None else "head.weight"}
+
+
+def _role(name: str, parameter: nn.Parameter) -> str:
+    if parameter.ndim == 1:
+        return "vector"
+    return {"embedding.weight": "embedding", "head.weight": "head"}.get(name, "matrix")
+
+
+@torch.no_grad()
+def initialise(stage: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Normal weights of `init_std`, the two matrices that write into the residual scaled by 1/sqrt(2 layers)."""
+    for name, parameter in stage.named_parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+            continue
+        source = "embedding.weight" if config.tied and name == "head.weight" else name
+        writes_residual = name.endswith(("attention.o.weight", "mlp.down.weight", "moe.down"))
+        std = config.init_std / math.sqrt(2 * config.layers) if writes_residual else config.init_std
+        digest = hashlib.sha256(f"{seed}:{source}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        # Drawn on the CPU in float32, so that every device and dtype starts from the same numbers.
+        parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+
+
+def split(
+    config: ModelConfig, num_stages: int, boundaries: Sequence[int] | None = None, sequence: int = 1024
+) -> list[range]:
+    """The layers of each stage: by `boundaries` (first layers of stages 1, 2, ...), else the contiguous
+    split whose costliest stage is cheapest; the head counts, the lookup of the embedding is nearly free."""
+    if not 1 <= num_stages <= config.layers:
+        raise UserError(
+            f"{config.layers} layers cannot form {num_stages} stages of at least one layer. "
+            f"Set pipeline.stages between 1 and {config.layers}."
+        )
+    if boundaries is None:
+        boundaries = _balanced(config, num_stages, sequence)
+    edges = [0, *boundaries, config.layers]
+    if len(edges) != num_stages + 1 or any(a >= b for a, b in zip(edges, edges[1:], strict=False)):
+        raise UserError(
+            f"pipeline.boundaries {list(boundaries)} do not cut {config.layers} layers into {num_stages} stages. "
+            f"List {num_stages - 1} increasing layer numbers between 1 and {config.layers - 1}."
+        )
+    return [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def _balanced(config: ModelConfig, num_stages: int, sequence: int) -> list[int]:
+    """Boundaries that minimise the largest stage, and among those the largest of the stages before, ..."""
+    layer = layer_cost(config, sequence).forward_flops
+    head = head_cost(config).forward_flops
+    # The head is on the last stage alone, and all layers cost the same: try every size of the last stage.
+    best: tuple[float, list[int]] | None = None
+    for last in range(1, config.layers - num_stages + 2):
+        others = _even(config.layers - last, num_stages - 1)
+        worst = max([layer * last + head, *(layer * size for size in others)])
+        if num_stages == 1:
+            return []
+        edges = [sum(others[: i + 1]) for i in range(num_stages - 1)]
+        if best is None or worst < best[0]:
+            best = (worst, edges)
+    assert best is not None
+    return best[1]
+
+
+def _even(layers: int, stages: int) -> list[int]:
+    """Sizes that differ by at most one, the larger first."""
+    return [] if stages == 0 else [layers // stages + (i < layers % stages) for i in range(stages)]
