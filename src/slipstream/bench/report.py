@@ -1,0 +1,95 @@
+"""The outcome as JSON records and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.bench.measure import BASELINE, BOUND, ENGINE, Result
+from slipstream.bench.rivals import RIVALS
+
+LABELS = {BOUND: "bubble-free bound", **{name: rival.label for name, rival in RIVALS.items()}}
+
+
+def record(result: Result) -> dict[str, Any]:
+    """One JSON object per number of microbatches; times in milliseconds per update, null where not run."""
+    ours, bound = result.milliseconds(ENGINE), result.milliseconds(BOUND)
+    best = result.best_synchronous()
+    best_ms = result.milliseconds(best) if best else None
+    baseline = result.milliseconds(BASELINE)
+    samples = result.samples
+    return {
+        "microbatches": result.work.microbatches,
+        "stages": result.work.stages,
+        "work": result.work.kind,
+        "clip": result.work.max_grad_norm is not None,
+        "link_latency_ms": result.work.link_latency_seconds * 1e3,
+        "bound_ms": bound,
+        **{f"{name}_ms": result.milliseconds(name) for name in RIVALS},
+        "slipstream_ms": ours,
+        "speedup_over_1f1b": _ratio(baseline, ours),
+        "best_sync": best,
+        "best_sync_ms": best_ms,
+        "speedup_over_best_sync": _ratio(best_ms, ours),
+        "fraction_of_bound": _ratio(bound, ours),
+        "fill_ms": _median_ms([sample.fill_seconds for sample in samples.get(ENGINE, ())]),
+        "drain_ms": _median_ms([sample.drain_seconds for sample in samples.get(ENGINE, ())]),
+        "least_ms": {name: min(s.period_seconds for s in taken) * 1e3 for name, taken in samples.items()},
+        "rounds_ms": {name: [s.period_seconds * 1e3 for s in taken] for name, taken in samples.items()},
+        "peak_memory_bytes": {name: peak_memory(result, name) for name in samples},
+        "errors": result.errors,
+    }
+
+
+def peak_memory(result: Result, name: str) -> list[int]:
+    """Peak resident memory of each rank above what the idle process holds, median over rounds."""
+    by_rank = zip(*(sample.peak_memory_bytes for sample in result.samples[name]), strict=True)
+    return [int(median(values)) for values in by_rank]
+
+
+def print_result(console: Console, result: Result) -> None:
+    """One table: time per update, share of the bound, speed-up over torch 1F1B, memory."""
+    row = record(result)
+    work = result.work
+    clip = f", clipped at {work.max_grad_norm:g}" if work.max_grad_norm is not None else ""
+    table = Table(title=f"{work.stages} stages, {work.microbatches} microbatches, {work.kind}{clip}")
+    for heading in ("", "ms / update", "least", "of bound", "speed-up", "peak MB"):
+        table.add_column(heading, justify="left" if heading == "" else "right")
+    for name in (BOUND, *RIVALS, ENGINE):
+        label = LABELS.get(name, name)
+        time = result.milliseconds(name)
+        if time is None:
+            if name in result.errors:
+                table.add_row(label, "[red]failed[/]", "", "", "", "")
+            continue
+        table.add_row(
+            f"[bold]{label}[/]" if name == ENGINE else label,
+            f"{time:.1f}",
+            f"{row['least_ms'][name]:.1f}",
+            _fixed(_ratio(row["bound_ms"], time)),
+            _fixed(_ratio(row["torch_1f1b_ms"], time)),
+            " ".join(f"{size / 2**20:.0f}" for size in row["peak_memory_bytes"][name]),
+        )
+    console.print(table)
+    if row["fill_ms"] is not None:
+        console.print(
+            f"slipstream once per run: fill {row['fill_ms']:.1f} ms, drain {row['drain_ms']:.1f} ms"
+        )
+    for name, error in result.errors.items():
+        console.print(f"{LABELS.get(name, name)}: {error}", style="red", markup=False)
+
+
+def _ratio(over: float | None, under: float | None) -> float | None:
+    return over / under if over is not None and under is not None else None
+
+
+def _median_ms(seconds: Sequence[float]) -> float | None:
+    return median(seconds) * 1e3 if seconds else None
+
+
+def _fixed(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -1,0 +1,95 @@
+"""torch's own synchronous schedules on the same work, each followed by clipping and the optimizer step.
+
+The interleaved and V-shaped schedules put two half-size stages on each rank: the same model, the same
+microbatches. Clipping, where asked for, is exact here too: the squared norms of all ranks are summed with an
+all-reduce before the step, which every rank has to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+
+from slipstream.bench.work import Work, build_module, build_optimizer, group_input, group_target, loss_fn
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A schedule class of torch and where it wants its stages."""
+
+    label: str
+    schedule: str
+    placement: Callable[[int, int], tuple[int, ...]]  # (rank, P) -> indices of the stages on that rank
+    stages_per_rank: int = 2
+
+
+def _straight(rank: int, stages: int) -> tuple[int, ...]:
+    return (rank,)
+
+
+def _looped(rank: int, stages: int) -> tuple[int, ...]:
+    return (rank, rank + stages)
+
+
+def _v_shaped(rank: int, stages: int) -> tuple[int, ...]:
+    return (rank, 2 * stages - 1 - rank)
+
+
+RIVALS = {
+    "torch_1f1b": Rival("torch 1F1B", "Schedule1F1B", _straight, stages_per_rank=1),
+    "torch_gpipe": Rival("torch GPipe", "ScheduleGPipe", _straight, stages_per_rank=1),
+    "torch_interleaved_1f1b": Rival("torch interleaved 1F1B", "ScheduleInterleaved1F1B", _looped),
+    "torch_zbv": Rival("torch ZB-V", "ScheduleZBVZeroBubble", _v_shaped),
+    "torch_dualpipev": Rival("torch DualPipeV", "ScheduleDualPipeV", _v_shaped),
+}
+
+
+class RivalRun:
+    """One rank of a synchronous schedule: `step` is one whole update, so `drain` has nothing to do."""
+
+    def __init__(self, rival: Rival, work: Work, rank: int, on_update: Callable[[], None]) -> None:
+        parts = rival.stages_per_rank * work.stages
+        placed = rival.placement(rank, work.stages)
+        self.modules = nn.ModuleList(build_module(work, part, parts) for part in placed)
+        stages = [
+            PipelineStage(module, part, parts, torch.device("cpu"))
+            for module, part in zip(self.modules, placed, strict=True)
+        ]
+        build = getattr(pipelining, rival.schedule)
+        self.schedule = build(
+            stages if rival.stages_per_rank > 1 else stages[0],
+            n_microbatches=work.microbatches,
+            loss_fn=loss_fn,
+        )
+        self.inputs = (group_input(work),) if 0 in placed else ()
+        self.target = group_target(work) if parts - 1 in placed else None
+        self.optimizer = build_optimizer(self.modules)
+        self.max_grad_norm = work.max_grad_norm
+        self.on_update = on_update
+        self.losses: list[torch.Tensor] = []
+
+    def step(self) -> None:
+        self.schedule.step(*self.inputs, target=self.target, losses=self.losses, return_outputs=False)
+        if self.max_grad_norm is not None:
+            clip_over_ranks(self.modules, self.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.on_update()
+
+    def drain(self) -> None:
+        pass
+
+
+def clip_over_ranks(module: nn.Module, max_grad_norm: float) -> None:
+    """Scale this rank's gradients by the norm over all ranks' gradients."""
+    parameters = list(module.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    squared = nn.utils.get_total_norm(gradients).square()
+    dist.all_reduce(squared)
+    nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, squared.sqrt())

@@ -1,0 +1,166 @@
+"""The work every contender does: the same model, microbatches, loss and optimizer, whatever the schedule.
+
+`compute` is real: transformer blocks (causal attention and MLP), four to a stage. `sleep` only waits: its
+forward and backward hold a stage for a set time and leave the core free, so eight stages fit on two cores and
+what is measured is the scheduler alone. Invariant: block i is the same for every contender and every split
+(its weights come from its index), so a contender that cuts a stage in two does the same total work.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from slipstream.errors import UserError
+
+KINDS = ("compute", "sleep")
+
+
+@dataclass(frozen=True)
+class Work:
+    """One bench setting. Shapes: hidden states are [batch, tokens, dim] per microbatch."""
+
+    kind: str = "compute"
+    stages: int = 2
+    microbatches: int = 4
+    max_grad_norm: float | None = None
+    correction: str = "none"
+    in_flight: int | None = None
+    link_latency_seconds: float = 0.0
+    dim: int = 128
+    heads: int = 4
+    blocks_per_stage: int = 4
+    batch: int = 2
+    tokens: int = 64
+    forward_seconds: float = 0.010
+    backward_seconds: float = 0.020
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UserError(f"There is no work '{self.kind}'. Choose --work {' or '.join(KINDS)}.")
+        if self.stages < 2:
+            raise UserError(
+                f"A pipeline of {self.stages} stage has no bubble to measure. Set --stages to 2 or more."
+            )
+        if self.microbatches < self.stages:
+            raise UserError(
+                f"{self.microbatches} microbatches cannot fill {self.stages} stages. "
+                f"Set --microbatches to {self.stages} or more."
+            )
+
+    @property
+    def blocks(self) -> int:
+        return self.stages * self.blocks_per_stage
+
+
+def build_module(work: Work, part: int, parts: int) -> nn.Module:
+    """Part number `part` of the whole model cut into `parts` equal runs of blocks."""
+    size = work.blocks // parts
+    indices = range(part * size, (part + 1) * size)
+    if work.kind == "sleep":
+        share = size / work.blocks_per_stage
+        return SleepStage(indices, work.dim, work.forward_seconds * share, work.backward_seconds * share)
+    return ComputeStage(indices, work.dim, work.heads)
+
+
+def build_optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with torch's fused kernel, for every contender: the plain loop costs three times as much here."""
+    return torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+
+
+def group_input(work: Work) -> Tensor:
+    """The m microbatches of one group, [m * batch, tokens, dim]; every group of a bench is the same one."""
+    shape = (work.microbatches * work.batch, *_microbatch_shape(work))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def group_target(work: Work) -> Tensor:
+    shape = (work.microbatches * work.batch, *_microbatch_shape(work))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return functional.mse_loss(output, target)
+
+
+def _microbatch_shape(work: Work) -> tuple[int, ...]:
+    return (work.tokens, work.dim) if work.kind == "compute" else (work.dim,)
+
+
+class ComputeStage(nn.Module):
+    """Blocks `indices` of the model, one after the other."""
+
+    def __init__(self, indices: range, dim: int, heads: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict()
+        for index in indices:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(index)
+                self.blocks[str(index)] = Block(dim, heads)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks.values():
+            hidden = block(hidden)
+        return hidden
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP. Shapes: B batch, T tokens, D dim, H heads."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.RMSNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+        self.mlp_norm = nn.RMSNorm(dim)
+        self.up = nn.Linear(dim, 4 * dim, bias=False)
+        self.down = nn.Linear(4 * dim, dim, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [B, T, D]
+        qkv = self.qkv(self.attention_norm(hidden)).unflatten(-1, (3, self.heads, -1))  # [B, T, 3, H, D/H]
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, H, T, D/H]
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2))
+        return hidden + self.down(functional.gelu(self.up(self.mlp_norm(hidden))))
+
+
+class SleepStage(nn.Module):
+    """Waits instead of computing, with a graph like a layer's: an input path and a weight path.
+
+    Half of the backward's time sits on each path, so a schedule that takes the two gradients apart
+    (zero-bubble) can wait for them apart. The first stage's input needs no gradient; there the weight path
+    takes all of it.
+    """
+
+    def __init__(self, indices: range, dim: int, forward_seconds: float, backward_seconds: float) -> None:
+        super().__init__()
+        self.forward_seconds = forward_seconds
+        self.backward_seconds = backward_seconds
+        self.shifts = nn.ParameterDict({str(index): nn.Parameter(torch.zeros(dim)) for index in indices})
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [B, D]
+        input_share = 0.5 if hidden.requires_grad else 0.0
+        hidden = _Wait.apply(hidden, self.forward_seconds, input_share * self.backward_seconds)
+        shift = torch.stack(list(self.shifts.values())).sum(0)
+        return hidden + _Wait.apply(shift, 0.0, (1 - input_share) * self.backward_seconds)
+
+
+class _Wait(torch.autograd.Function):
+    """The identity, holding its caller for a set time in the forward and in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
+        ctx.backward_seconds = backward_seconds
+        time.sleep(forward_seconds)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_seconds)
+        return grads[0], None, None

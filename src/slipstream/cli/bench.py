@@ -1,0 +1,86 @@
+"""`slipstream bench`: the engine against torch's schedules and the bound; `bench optim`: the optimizers."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from slipstream.errors import UserError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback(invoke_without_command=True)
+def pipeline(
+    context: typer.Context,
+    stages: Annotated[int, typer.Option(help="Pipeline stages P, one process each.")] = 2,
+    microbatches: Annotated[str, typer.Option(help="Microbatches per update, one run for each.")] = "2,4,8",
+    work: Annotated[str, typer.Option(help="compute: real blocks. sleep: timed waits, any P.")] = "compute",
+    clip: Annotated[bool, typer.Option("--clip", help="Clip the global gradient norm.")] = False,
+    correction: Annotated[str, typer.Option(help="Delay correction of our schedule.")] = "none",
+    in_flight: Annotated[int | None, typer.Option(help="Microbatches in flight; default: chosen.")] = None,
+    link_latency_ms: Annotated[float, typer.Option(help="Delay every message of ours by this.")] = 0.0,
+    rivals: Annotated[str, typer.Option(help="all, none, or a list: 1f1b,gpipe,...")] = "all",
+    rounds: Annotated[int, typer.Option(help="Samples of each contender; the median counts.")] = 5,
+    updates: Annotated[int | None, typer.Option(help="Updates a sample; default: 64 microbatches.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw measured over predicted timeline (.html).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Time per update of torch's synchronous schedules, of ours, and of the bubble-free bound."""
+    if context.invoked_subcommand is not None:
+        return
+    from slipstream.bench.measure import bench, parse_rivals
+    from slipstream.bench.report import print_result, record
+    from slipstream.bench.work import Work
+
+    setting = Work(
+        kind=work,
+        stages=stages,
+        microbatches=stages,
+        max_grad_norm=1.0 if clip else None,
+        correction=correction,
+        in_flight=in_flight,
+        link_latency_seconds=link_latency_ms / 1e3,
+    )
+    works = [replace(setting, microbatches=count) for count in _counts(microbatches)]
+    notes = Console(stderr=True, highlight=False)
+    cores = os.cpu_count() or 1
+    if work == "compute" and stages > cores:
+        notes.print(f"note: {stages} computing stages on {cores} cores measure the cores, not the schedules.")
+    console = Console(highlight=False)
+    records = []
+    with notes.status("starting") as status:
+        for result in bench(works, parse_rivals(rivals), rounds, updates, progress=status.update):
+            records.append(record(result))
+            if not as_json:
+                print_result(console, result)
+    if plot is not None:
+        from slipstream.bench.timeline import draw
+
+        draw(works[0], plot)
+        notes.print(f"timeline: {plot}")
+    if as_json:
+        print(json.dumps(records, indent=2))
+
+
+@app.command()
+def optim(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Time of one optimizer step and of the delay corrections."""
+    from slipstream.bench import optim as optimizer_bench
+
+    optimizer_bench.run(as_json=as_json)
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--microbatches is a list of numbers such as 2,4,8, not '{text}'.") from None

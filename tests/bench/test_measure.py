@@ -1,0 +1,86 @@
+"""How clock readings become figures, on readings made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.bench.measure import measure, parse_rivals, summarise
+from slipstream.bench.report import record
+from slipstream.bench.sample import RankSample
+from slipstream.bench.work import Work
+from slipstream.errors import UserError
+
+# Two stages, updates every 10 s; the last stage is 3 s late at the start, the first 2 s late at the end.
+RANKS = [
+    RankSample(100.0, (115.0, 125.0, 135.0), 135.5, 7, ()),
+    RankSample(100.5, (113.0, 123.0, 133.0), 133.0, 9, ()),
+]
+
+
+class ScriptedPool:
+    """Stands in for the processes: answers with readings of a set period, or fails."""
+
+    def __init__(self, periods: dict[str, float | str]) -> None:
+        self.periods = periods
+        self.asked: list[str] = []
+
+    def run(self, function: str, name: str, work: Work, warmup: int, updates: int, timeout: float) -> list:
+        self.asked.append(name)
+        period = self.periods[name]
+        if isinstance(period, str):
+            raise UserError(period)
+        ends = tuple(period * (index + 1) for index in range(updates))
+        return [RankSample(0.0, ends, ends[-1], 1, ())] * work.stages
+
+
+def test_fill_steady_state_and_drain_add_up_to_the_wall_clock() -> None:
+    sample = summarise("slipstream", RANKS)
+    assert (sample.period_seconds, sample.fill_seconds, sample.drain_seconds) == (10.0, 3.0, 2.5)
+    assert sample.fill_seconds + 3 * sample.period_seconds + sample.drain_seconds == 135.5 - 100.0
+    assert sample.peak_memory_bytes == (7, 9)
+
+
+def test_the_slowest_rank_counts_in_the_bound_only() -> None:
+    ranks = [RankSample(0.0, (1.0, 2.0), 2.0, 0, ()), RankSample(0.0, (1.0, 4.0), 4.0, 0, ())]
+    assert summarise("bound", ranks).period_seconds == 3.0
+    assert summarise("torch_1f1b", ranks).period_seconds == 2.0
+
+
+def test_rounds_rotate_the_order_and_a_failed_rival_is_not_asked_again() -> None:
+    pool = ScriptedPool(
+        {"bound": 1.0, "torch_1f1b": 1.5, "torch_zbv": "Broken: on purpose", "slipstream": 1.25}
+    )
+    names = ["bound", "torch_1f1b", "torch_zbv", "slipstream"]
+    result = measure(pool, Work(), names, rounds=2, updates=2, timeout_seconds=1)  # type: ignore[arg-type]
+    warm_up = ["bound"]
+    assert pool.asked == [*warm_up, *names[:3], *warm_up, names[3], "torch_1f1b", "slipstream", "bound"]
+    row = record(result)
+    assert row["errors"] == {"torch_zbv": "Broken: on purpose"}
+    assert row["torch_zbv_ms"] is None
+    assert (row["best_sync"], row["best_sync_ms"]) == ("torch_1f1b", 1500.0)
+    assert (row["speedup_over_1f1b"], row["fraction_of_bound"]) == (1.2, 0.8)
+    assert row["peak_memory_bytes"]["slipstream"] == [1, 1]
+
+
+def test_our_own_failure_is_an_error_not_a_row() -> None:
+    pool = ScriptedPool({"bound": 1.0, "slipstream": "stage 1 stalled"})
+    with pytest.raises(UserError, match="stage 1 stalled"):
+        measure(pool, Work(), ["bound", "slipstream"], rounds=1, updates=2, timeout_seconds=1)  # type: ignore[arg-type]
+
+
+def test_latency_leaves_torchs_schedules_out_and_says_so() -> None:
+    pool = ScriptedPool({"bound": 1.0, "slipstream": 1.0})
+    work = Work(link_latency_seconds=0.003)
+    names = ["bound", "torch_1f1b", "slipstream"]
+    row = record(measure(pool, work, names, rounds=1, updates=2, timeout_seconds=1))  # type: ignore[arg-type]
+    assert "no injected link latency" in row["errors"]["torch_1f1b"]
+    assert row["speedup_over_1f1b"] is None
+    assert row["fraction_of_bound"] == 1.0
+
+
+def test_rivals_are_named_without_their_prefix() -> None:
+    assert parse_rivals("none") == []
+    assert len(parse_rivals("all")) == 5
+    assert parse_rivals("1f1b,zbv") == ["torch_1f1b", "torch_zbv"]
+    with pytest.raises(UserError, match="Did you mean 'gpipe'"):
+        parse_rivals("gpip")

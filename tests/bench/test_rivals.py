@@ -1,0 +1,57 @@
+"""Every contender trains: torch's schedules agree with plain training, and a failure is a result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.bench.measure import measure
+from slipstream.bench.rivals import RIVALS
+from slipstream.bench.work import Work, build_module, build_optimizer, group_input, group_target, loss_fn
+from slipstream.distributed import RankPool
+
+SMALL = Work(stages=2, microbatches=4, max_grad_norm=0.1, dim=16, tokens=4)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+def plain_losses(work: Work, updates: int) -> list[float]:
+    """The losses of the last of `updates` updates of the unsplit model."""
+    model = nn.Sequential(*(build_module(work, part, work.stages) for part in range(work.stages)))
+    optimizer = build_optimizer(model)
+    losses: list[torch.Tensor] = []
+    for _ in range(updates):
+        values, targets = (
+            batch.chunk(work.microbatches) for batch in (group_input(work), group_target(work))
+        )
+        losses = [loss_fn(model(value), target) for value, target in zip(values, targets, strict=True)]
+        torch.stack(losses).mean().backward()
+        assert work.max_grad_norm is not None
+        assert nn.utils.clip_grad_norm_(model.parameters(), work.max_grad_norm) > work.max_grad_norm
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(loss.detach()) for loss in losses]
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_a_rival_trains_like_the_unsplit_model(pool: RankPool, name: str) -> None:
+    ranks = pool.run("slipstream.bench.sample:take_sample", name, SMALL, 3, 2, timeout=60)
+    losses = next(list(rank.losses) for rank in ranks if rank.losses)
+    assert losses == pytest.approx(plain_losses(SMALL, updates=3), rel=1e-6)
+    assert all(len(rank.updates) == 2 and rank.peak_memory_bytes > 0 for rank in ranks)
+
+
+def test_a_rival_that_fails_is_reported_and_the_others_go_on(pool: RankPool) -> None:
+    too_few = replace(SMALL, microbatches=2)  # DualPipeV asks for 2P
+    names = ["bound", "torch_dualpipev", "torch_1f1b"]
+    result = measure(pool, too_few, names, rounds=2, updates=2, timeout_seconds=60)
+    assert "DualPipeV requires" in result.errors["torch_dualpipev"]
+    assert {name: len(samples) for name, samples in result.samples.items()} == {"bound": 2, "torch_1f1b": 2}

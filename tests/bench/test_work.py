@@ -1,0 +1,60 @@
+"""The work is the same for every contender, however the model is cut."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from slipstream.bench.work import SleepStage, Work, build_module, group_input
+from slipstream.errors import UserError
+
+
+@pytest.mark.parametrize("kind", ["compute", "sleep"])
+def test_halving_the_stages_leaves_the_model_unchanged(kind: str) -> None:
+    work = Work(kind, stages=2, microbatches=2, dim=16, tokens=4, forward_seconds=0, backward_seconds=0)
+    value = group_input(work)
+    whole, halved = value, value
+    for part in range(2):
+        whole = build_module(work, part, 2)(whole)
+    for part in range(4):
+        halved = build_module(work, part, 4)(halved)
+    assert torch.equal(whole, halved)
+    names = [name for part in range(4) for name in build_module(work, part, 4).state_dict()]
+    assert len(set(names)) == len(names), "names are global: no two parts share one"
+
+
+def seconds(function) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def test_sleep_halves_its_backward_between_input_and_weights() -> None:
+    stage = SleepStage(range(4), dim=4, forward_seconds=0.01, backward_seconds=0.1)
+    value = torch.zeros(2, 4, requires_grad=True)
+    assert seconds(lambda: stage(value)) >= 0.01
+    output = stage(value).sum()
+    weights = list(stage.parameters())
+    assert 0.05 <= seconds(lambda: torch.autograd.grad(output, [value], retain_graph=True)) < 0.1
+    assert 0.05 <= seconds(lambda: torch.autograd.grad(output, weights, retain_graph=True)) < 0.1
+    assert seconds(output.backward) >= 0.1
+
+
+def test_sleep_without_an_input_gradient_takes_the_whole_backward() -> None:
+    stage = SleepStage(range(4), dim=4, forward_seconds=0, backward_seconds=0.04)
+    assert seconds(stage(torch.zeros(2, 4)).sum().backward) >= 0.04
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kind": "nap"}, "--work compute or sleep"),
+        ({"stages": 1}, "--stages to 2 or more"),
+        ({"stages": 4, "microbatches": 2}, "--microbatches to 4 or more"),
+    ],
+)
+def test_wrong_settings_say_what_to_change(options: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Work(**options)
