@@ -1,0 +1,98 @@
+"""events.jsonl: everything a run says, one JSON object per line. Invariant: no step is written twice.
+
+Lines are appended whole and flushed, so a kill can cut off at most the last one. On resume the file is cut
+back to the checkpoint (`cut_back`): lines of later steps describe a future that did not happen.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from slipstream.metrics.events import EVENTS_FILE
+
+
+class Tracker(Protocol):
+    """Somewhere else to log to: TensorBoard, Weights & Biases."""
+
+    def log(self, event: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Recorder:
+    """Appends events; safe to use from the checkpoint thread."""
+
+    def __init__(self, folder: Path, trackers: tuple[Tracker, ...] = ()) -> None:
+        self._file = (folder / EVENTS_FILE).open("a", encoding="utf-8")
+        self._trackers = trackers
+        self._changed = threading.Condition()
+        self._step = 0
+
+    def write(self, event: str, step: int, **values: Any) -> dict[str, Any]:
+        line = {"event": event, "step": step, "time": round(time.time(), 3)} | values
+        with self._changed:
+            self._file.write(json.dumps(_finite(line)) + "\n")
+            self._file.flush()
+            if event in ("step", "start"):
+                self._step = max(self._step, step)
+                self._changed.notify_all()
+        for tracker in self._trackers:
+            tracker.log(line)
+        return line
+
+    def wait_for(self, step: int, timeout: float) -> bool:
+        """Wait until the events up to `step` are written."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._step >= step, timeout)
+
+    def close(self) -> None:
+        self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def cut_back(folder: Path, step: int) -> None:
+    """Drop the events after `step`, and a last line that a kill cut off. Atomic."""
+    path = folder / EVENTS_FILE
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and event.get("step", 0) <= step and event.get("event") != "finish":
+            kept.append(line + "\n")
+    draft = path.with_suffix(".draft")
+    with draft.open("w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(path)
+
+
+def has_event(folder: Path, event: str, step: int) -> bool:
+    """Whether such an event is on record (a kill may fall between a commit and its line)."""
+    path = folder / EVENTS_FILE
+    if not path.exists():
+        return False
+    start = f'{{"event": "{event}", "step": {step},'
+    return any(line.startswith(start) for line in path.read_text(encoding="utf-8").splitlines())
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: a loss that is not finite is written as null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

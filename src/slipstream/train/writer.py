@@ -1,0 +1,122 @@
+"""Checkpoints written behind the training loop's back, by one thread per rank.
+
+Each rank's thread writes its own piece; the leader's thread then waits for all pieces and for the step events
+up to that step, and commits. Invariant: `commit` happens after every event up to its step is in
+events.jsonl, so cutting the log back to a checkpoint on resume never loses a step. A failed attempt (a full
+disk, a lost rank) removes its own draft, is reported, and leaves every earlier checkpoint alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import CheckpointError
+from slipstream.train import checkpoint
+from slipstream.train.state import Digest, digest, sync, write_piece
+
+POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Leader:
+    """What only the committing rank needs."""
+
+    pieces: tuple[str, ...]
+    keep: int
+    logged: Callable[[int, float], bool]  # waits until the events up to a step are written
+    committed: Callable[[int, Path], None]
+
+
+@dataclass
+class Writer:
+    """One rank's writer thread. `submit` hands over a snapshot; `finish` waits for all of them."""
+
+    root: Path
+    nonce: str
+    piece: str
+    failed: Callable[[int, str], None]
+    leader: Leader | None = None
+    timeout_seconds: float = 600.0
+    # One snapshot may wait while another is written; a third holds up the loop rather than fill the memory.
+    _jobs: queue.Queue = field(default_factory=lambda: queue.Queue(maxsize=1))
+    _thread: threading.Thread | None = None
+    _last_failure: CheckpointError | None = None
+
+    def submit(self, step: int, tree: dict[str, Any], meta: dict[str, Any]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
+            self._thread.start()
+        self._jobs.put((step, tree, meta))
+
+    def finish(self) -> None:
+        """Wait for everything submitted. Raises if the newest attempt failed: then the last state is not
+        safe.
+        """
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+        if self._last_failure is not None:
+            raise self._last_failure
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            step, tree, meta = job
+            try:
+                self._save(step, tree, meta)
+                self._last_failure = None
+            except CheckpointError as error:
+                self._last_failure = error
+                text = f"Checkpoint of step {step} failed: {error} Earlier checkpoints are untouched."
+                self.failed(step, text)
+
+    def _save(self, step: int, tree: dict[str, Any], meta: dict[str, Any]) -> None:
+        draft = checkpoint.draft_of(self.root, step, self.nonce)
+        try:
+            draft.mkdir(parents=True, exist_ok=True)
+            files = write_piece(draft, self.piece, tree)
+            if self.leader is None:
+                sync(draft)
+                return
+            files |= self._gather(draft, self.leader)
+            if not self.leader.logged(step, self.timeout_seconds):
+                raise CheckpointError(f"The log did not reach step {step} in {self.timeout_seconds:g} s.")
+            path = checkpoint.commit(self.root, step, self.nonce, self.leader.pieces, files, meta)
+        except (OSError, CheckpointError) as error:
+            self._give_up(draft, error)
+            raise error if isinstance(error, CheckpointError) else CheckpointError(f"{error}.") from error
+        self.leader.committed(step, path)
+        checkpoint.retain(self.root, self.leader.keep)
+
+    def _gather(self, draft: Path, leader: Leader) -> dict[str, Digest]:
+        """Wait for the other ranks' pieces; their .json appears, whole, when the piece is on disk."""
+        files: dict[str, Digest] = {}
+        deadline = time.monotonic() + self.timeout_seconds
+        for piece in leader.pieces:
+            text, failure = draft / f"{piece}.json", draft / f"{piece}.failed"
+            while not text.exists():
+                if failure.exists():
+                    raise CheckpointError(failure.read_text(encoding="utf-8"))
+                if time.monotonic() > deadline:
+                    raise CheckpointError(f"'{piece}' did not arrive within {self.timeout_seconds:g} s.")
+                time.sleep(POLL_SECONDS)
+            stored = json.loads(text.read_text(encoding="utf-8"))["files"]
+            files |= {name: Digest(**value) for name, value in stored.items()}
+            files[text.name] = digest(text)
+        return files
+
+    def _give_up(self, draft: Path, error: Exception) -> None:
+        if self.leader is not None:
+            shutil.rmtree(draft, ignore_errors=True)
+            return
+        with contextlib.suppress(OSError):
+            (draft / f"{self.piece}.failed").write_text(str(error), encoding="utf-8")

@@ -1,0 +1,287 @@
+"""Checkpoints on disk: exact round trip, atomic commit, damage found and named, nothing ever unpickled."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.errors import CheckpointError
+from slipstream.train import checkpoint
+from slipstream.train.checkpoint import _sealed
+from slipstream.train.state import digest, flatten, snapshot, unflatten
+from slipstream.train.writer import Leader, Writer
+
+
+def state(seed: int, names=("layers.0.weight", "head/odd~name")) -> dict:
+    torch.manual_seed(seed)
+    weights = {name: torch.randn(3, 5) for name in names}
+    return {
+        "format": 1,
+        "group": seed,
+        "skipped": 0,
+        "master": weights,
+        "banks": {str(seed): weights, str(seed + 1): {k: v.bfloat16() for k, v in weights.items()}},
+        "optimizer": {name: {"step": torch.tensor(3.0), "exp_avg": weights[name].t()} for name in names},
+        "hyper": {name: {"lr": 0.1 + 0.2, "betas": [0.9, 0.95], "foreach": None} for name in names},
+        "correction": {},
+        "buffers": {},
+    }
+
+
+def assert_same(a, b):
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    else:
+        assert a == b
+
+
+def writers(root: Path, pieces: int, keep: int = 2, logged=lambda step, timeout: True):
+    """One writer per piece, as the ranks of a run have them; the first is the leader."""
+    names = tuple(f"stage-{index:03d}" for index in range(pieces))
+    events, failures = [], []
+    leader = Leader(names, keep, logged, lambda step, path: events.append((step, path.name)))
+    made = [
+        Writer(root, "n0", name, lambda step, text: failures.append(text), leader if i == 0 else None, 5.0)
+        for i, name in enumerate(names)
+    ]
+    return made, events, failures
+
+
+def save(root: Path, *steps: int, keep: int = 5) -> None:
+    (writer,), _, _ = writers(root, 1, keep)
+    for step in steps:
+        writer.submit(step, state(step), {"config": {"a": 1}})
+    writer.finish()
+
+
+def test_round_trip_is_exact(tmp_path):
+    save(tmp_path, 7)
+    path = checkpoint.locate(tmp_path)
+    found = checkpoint.verify(path)
+    assert (found.step, found.meta) == (7, {"config": {"a": 1}})
+    (tree,) = checkpoint.read(path, found)
+    assert_same(tree, state(7))
+
+
+def test_only_wanted_names_are_read(tmp_path):
+    save(tmp_path, 7)
+    path = checkpoint.locate(tmp_path)
+    (tree,) = checkpoint.read(path, checkpoint.manifest(path), lambda name: name == "head/odd~name")
+    assert list(tree["master"]) == ["head/odd~name"]
+    assert list(tree["banks"]["8"]) == ["head/odd~name"]
+    assert tree["optimizer"]["layers.0.weight"] == {}
+
+
+def test_flatten_refuses_what_is_neither_tensor_nor_json():
+    with pytest.raises(CheckpointError, match="optimizer/w/hook"):
+        flatten({"optimizer": {"w": {"hook": object()}}})
+    tensors, tree = flatten({"a": {"b": torch.ones(2)}, "c": None})
+    assert unflatten(tree, tensors.__getitem__).keys() == {"a", "c"}
+
+
+def test_snapshot_is_not_touched_by_later_updates():
+    tree = state(1)
+    copy = snapshot(tree)
+    tree["master"]["layers.0.weight"].zero_()
+    assert_same(copy["master"], state(1)["master"])
+
+
+def test_commit_waits_for_every_piece_and_for_the_log(tmp_path):
+    ready = threading.Event()
+    (first, second), events, _ = writers(tmp_path, 2, logged=lambda step, timeout: ready.wait(timeout))
+    first.submit(4, state(4, ("a",)), {})
+    time.sleep(0.2)
+    assert checkpoint.committed(tmp_path) == []
+    second.submit(4, state(4, ("b",)), {})
+    second.finish()
+    time.sleep(0.2)
+    assert checkpoint.committed(tmp_path) == []  # the pieces are there, the log is not
+    ready.set()
+    first.finish()
+    assert events == [(4, "step-00000004")]
+    trees = checkpoint.read(tmp_path / "step-00000004", checkpoint.verify(tmp_path / "step-00000004"))
+    assert [list(tree["master"]) for tree in trees] == [["a"], ["b"]]
+
+
+def test_retention_keeps_the_newest(tmp_path):
+    save(tmp_path, 1, 2, 10, 11, keep=2)
+    assert [path.name for path in checkpoint.committed(tmp_path)] == ["step-00000011", "step-00000010"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000011"]
+
+
+def _truncate(path: Path):
+    file = path / "stage-000.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def _flip(path: Path):
+    file = path / "stage-000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+
+def _lose(path: Path):
+    (path / "stage-000.json").unlink()
+
+
+def _edit_manifest(path: Path):
+    file = path / "manifest.json"
+    file.write_text(file.read_text().replace('"step": 9', '"step": 8'))
+
+
+def _garble_manifest(path: Path):
+    (path / "manifest.json").write_text("{")
+
+
+def _foreign(path: Path):
+    (path / "manifest.json").write_text('{"format": "other"}')
+
+
+def _no_manifest(path: Path):
+    (path / "manifest.json").unlink()
+
+
+DAMAGE = {
+    _truncate: "truncated",
+    _flip: "corrupted",
+    _lose: "missing",
+    _edit_manifest: "seal",
+    _garble_manifest: "damaged",
+    _foreign: "not written by slipstream",
+    _no_manifest: "no manifest",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
+def test_damage_is_named_and_the_newest_good_one_is_used(tmp_path, damage):
+    save(tmp_path, 3, 9)
+    damage(tmp_path / "step-00000009")
+    reports: list[str] = []
+    found = checkpoint.newest_good(tmp_path, reports.append)
+    assert found is not None
+    assert found[1].step == 3
+    assert len(reports) == 1
+    assert DAMAGE[damage] in reports[0]
+    assert "step-00000009" in reports[0]
+    save(tmp_path, 9)  # the replayed run reaches step 9 again
+    again = checkpoint.newest_good(tmp_path, reports.append)
+    assert again is not None
+    assert again[1].step == 9
+
+
+def test_no_good_checkpoint_is_an_error_and_no_checkpoint_is_not(tmp_path):
+    assert checkpoint.newest_good(tmp_path, pytest.fail) is None
+    save(tmp_path, 3)
+    _flip(tmp_path / "step-00000003")
+    with pytest.raises(CheckpointError, match=r"No checkpoint in .* is usable"):
+        checkpoint.newest_good(tmp_path, lambda text: None)
+
+
+def test_interrupted_drafts_are_never_taken_for_checkpoints(tmp_path):
+    save(tmp_path, 3)
+    (first, _), _, _ = writers(tmp_path, 2)
+    first.timeout_seconds = 0.1
+    first.submit(5, state(5), {})
+    with pytest.raises(CheckpointError, match="did not arrive"):
+        first.finish()
+    (tmp_path / ".draft-step-00000006-old").mkdir()
+    found = checkpoint.newest_good(tmp_path, pytest.fail)
+    assert found is not None
+    assert found[1].step == 3
+    checkpoint.sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_a_full_disk_loses_no_earlier_checkpoint(tmp_path):
+    save(tmp_path, 3)
+    (writer,), events, failures = writers(tmp_path, 1)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))  # writing beyond 100 bytes of a file fails
+    try:
+        writer.submit(4, state(4), {})
+        with pytest.raises(CheckpointError, match="could not be written"):
+            writer.finish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert events == []
+    assert "Earlier checkpoints are untouched" in failures[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    checkpoint.verify(tmp_path / "step-00000003")
+    writer.submit(5, state(5), {})  # space again: the same writer goes on
+    writer.finish()
+    assert events == [(5, "step-00000005")]
+
+
+def test_a_failing_rank_tells_the_leader(tmp_path):
+    (first, second), events, failures = writers(tmp_path, 2)
+    first.submit(4, state(4, ("a",)), {})
+    second.submit(4, {"optimizer": {"w": {"hook": object()}}}, {})
+    with pytest.raises(CheckpointError, match="neither a tensor nor JSON"):
+        first.finish()
+    assert events == []
+    assert len(failures) == 2
+
+
+class Bomb:
+    def __init__(self, target: Path):
+        self.target = target
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.target),)
+
+
+def test_a_malicious_checkpoint_runs_nothing(tmp_path):
+    target = tmp_path / "it-ran"
+    payload = pickle.dumps(Bomb(target))
+    root = tmp_path / "checkpoints"
+    save(root, 3)
+    path = root / "step-00000003"
+    (path / ".metadata").write_bytes(payload)
+    manifest = (path / "manifest.json").read_text()
+    for name in ("stage-000.safetensors", "stage-000.json"):
+        good = (path / name).read_bytes()
+        (path / name).write_bytes(payload)
+        body = json.loads(manifest)
+        body.pop("seal")
+        body["files"][name] = {"bytes": len(payload), "sha256": digest(path / name).sha256}
+        (path / "manifest.json").write_text(json.dumps(_sealed(body)))
+        found = checkpoint.verify(path)  # the attacker's checksums are right
+        with pytest.raises(CheckpointError, match="damaged"):
+            checkpoint.read(path, found)
+        (path / name).write_bytes(good)
+    assert not target.exists()
+
+
+def test_a_manifest_cannot_point_outside_its_folder(tmp_path):
+    save(tmp_path, 3)
+    file = tmp_path / "step-00000003" / "manifest.json"
+    body = json.loads(file.read_text())
+    body.pop("seal")
+    body["pieces"] = ["../../secret"]
+    file.write_text(json.dumps(_sealed(body)))
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        checkpoint.manifest(tmp_path / "step-00000003")
+
+
+def test_no_unpickling_in_the_package():
+    """The laws above hold for these files; this one keeps the whole load path that way."""
+    source = Path(checkpoint.__file__).parents[1]
+    for folder in ("train", "data", "models", "config"):
+        for file in (source / folder).rglob("*.py"):
+            text = file.read_text()
+            for word in ("import pickle", "torch.load(", "weights_only=False", "trust_remote_code=True"):
+                assert word not in text, f"{file} uses {word}"
