@@ -1,0 +1,204 @@
+"""The rule of 2BW in one process: the same versions, the same update, no pipeline.
+
+    step g: m forwards and backwards at what `staleness.reads` says group g reads, then update g.
+
+`delay=0` is synchronous training; `delay=d` takes every gradient d updates late; a list of delays, one per
+module of `stages`, is original PipeDream. `mismatch` gives the backward newer weights than the forward had, as
+an engine without stashing (PACI) does. On a GPU, update g is finished after the kernels of group g+1 are queued,
+which do not depend on it: the host then never waits for the norm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from slipstream.errors import UserError
+from slipstream.optim.corrections import Correction, build_correction
+from slipstream.pipeline import state as states
+from slipstream.pipeline.gradients import Accumulator
+from slipstream.pipeline.microbatches import as_predicate, check_loss, merged, split
+from slipstream.pipeline.peers import Alone
+from slipstream.pipeline.update import Updater, check_covers
+from slipstream.pipeline.versions import Prepare, Versions, refuse_changing_buffers, split_shared
+
+OptimizerFactory = Callable[[nn.Module], Optimizer]
+
+
+class Emulator:
+    """Trains `module` (or the chain of `stages`) as an asynchronous pipeline would, in one process."""
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        n_microbatches: int = 1,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        optimizer: OptimizerFactory | None = None,
+        correction: str | Correction = "none",
+        max_grad_norm: float | None = None,
+        delay: int | Sequence[int] = 1,
+        *,
+        synchronous: int | Callable[[int], bool] = 0,
+        stages: Sequence[nn.Module] | None = None,
+        mismatch: int | Sequence[int] = 0,
+        bank_dtype: torch.dtype | None = None,
+        prepare: Prepare | None = None,
+    ) -> None:
+        if (module is None) == (stages is None):
+            raise UserError("Give the Emulator either a module or stages=[modules], not both.")
+        if loss_fn is None or optimizer is None:
+            raise UserError("The Emulator needs loss_fn and optimizer (a callable that takes the master).")
+        if n_microbatches < 1:
+            raise UserError(f"n_microbatches is {n_microbatches}; it must be at least 1.")
+        modules = [module] if module is not None else list(stages or [])
+        self._module = module if module is not None else nn.ModuleList(modules)
+        delays = _per_stage("delay", delay, len(modules))
+        self.mismatches = _per_stage("mismatch", mismatch, len(modules))
+        if any(lag > late for lag, late in zip(self.mismatches, delays, strict=True)):
+            raise UserError(f"A mismatch of {self.mismatches} cannot exceed the delay of {delays}.")
+        refuse_changing_buffers(self._module)
+        ties = split_shared(self._module)
+        self.n_microbatches = n_microbatches
+        self.loss_fn = loss_fn
+        flushed = as_predicate(synchronous)
+        self._versions = [
+            Versions(part, flushed if late else _always, delay=late, bank_dtype=bank_dtype, prepare=prepare)
+            for part, late in zip(modules, delays, strict=True)
+        ]
+        self._accumulators = [Accumulator(v.master) for v in self._versions]
+        names = [n for n, p in self._module.named_parameters() if p.requires_grad]
+        peers = Alone(len(names), [[names.index(name) for name in tie] for tie in ties if tie[0] in names])
+        self.optimizer = optimizer(self._module)
+        self._updater = Updater(
+            self._versions, self.optimizer, build_correction(correction), max_grad_norm, peers
+        )
+        check_covers(self.optimizer, names, self._updater.parameters)
+        # Groups that do not read the newest weights can be queued before the host knows the norm.
+        self._in_slack = all(delays) and any(p.is_cuda for p in self._updater.parameters)
+        self.group = 0
+
+    @property
+    def master(self) -> nn.Module:
+        """The module with the newest weights."""
+        self.drain()
+        return self._module
+
+    @property
+    def skipped(self) -> int:
+        """How many groups were skipped because their gradient was not finite."""
+        return self._updater.skipped
+
+    @property
+    def grad_norms(self) -> dict[int, float]:
+        """The global gradient norm of recent groups, before clipping."""
+        return self._updater.grad_norms
+
+    def step(self, x: Any, y: Any = None, **kwargs: Any) -> list[Tensor]:
+        """One group: its m microbatches and its update. Returns the m losses, taken at the bank."""
+        group, updater = self.group, self._updater
+        updater.enter(group)
+        losses = []
+        if any(not v.banks().get(group) for v in self._versions):
+            updater.finish_all()
+        chunks = split((x,), kwargs, y, self.n_microbatches)
+        for args, options, target in chunks:
+            losses.append(self._microbatch(group, _flat(args), options, target))
+        grads = []
+        for versions, accumulator in zip(self._versions, self._accumulators, strict=True):
+            grads.extend(accumulator.take(versions.replica(group)))
+        updater.finish_all()
+        updater.begin(group, grads)
+        if not self._in_slack:
+            updater.finish_all()
+        self.group += 1
+        return losses
+
+    def _microbatch(self, group: int, args: tuple, kwargs: dict[str, Any], target: Any) -> Tensor:
+        replicas = [versions.replica(group) for versions in self._versions]
+        output: Any = args
+        for index, replica in enumerate(replicas):
+            inputs = output if isinstance(output, tuple) else (output,)
+            output = replica.call(*inputs, **(kwargs if index == 0 else {}))
+        loss = check_loss(self.loss_fn(output, target))
+        seed = torch.full_like(loss, 1.0 / self.n_microbatches)
+        if any(self.mismatches):
+            with self._newer_weights(group):
+                loss.backward(seed)
+        else:
+            loss.backward(seed)
+        for replica, accumulator in zip(replicas, self._accumulators, strict=True):
+            accumulator.add(replica)
+        return loss.detach()
+
+    @contextlib.contextmanager
+    def _newer_weights(self, group: int) -> Iterator[None]:
+        """Inside, the replicas that the forward read hold weights that are `mismatch` updates newer.
+
+        Written through `.data`, which autograd's version check does not see: this is the very thing an engine
+        without weight stashing does.
+        """
+        changed = [
+            (versions.replica(group), versions.replica(group + lag))
+            for versions, lag in zip(self._versions, self.mismatches, strict=True)
+            if versions.replica(group) is not versions.replica(group + lag)
+        ]
+        kept = [[w.clone() for w in replica.weights] for replica, _ in changed]
+        for replica, newer in changed:
+            for parameter, weight in zip(replica.parameters, newer.weights, strict=True):
+                parameter.data.copy_(weight)
+        try:
+            yield
+        finally:
+            for (replica, _), weights in zip(changed, kept, strict=True):
+                for parameter, weight in zip(replica.parameters, weights, strict=True):
+                    parameter.data.copy_(weight)
+
+    def eval(self, x: Any, y: Any = None, **kwargs: Any) -> list[Tensor] | list[Any]:
+        """Losses (or, with no target, outputs) of the m microbatches at the master, without gradients."""
+        self._updater.finish_all()
+        was_training = self._module.training
+        self._module.eval()
+        results: list[Any] = []
+        with torch.no_grad():
+            for args, options, target in split((x,), kwargs, y, self.n_microbatches):
+                output: Any = _flat(args)
+                for index, versions in enumerate(self._versions):
+                    inputs = output if isinstance(output, tuple) else (output,)
+                    output = versions.master.call(*inputs, **(options if index == 0 else {}))
+                results.append(output if target is None else self.loss_fn(output, target).detach())
+        self._module.train(was_training)
+        return results if y is not None else [merged(results)]
+
+    def drain(self) -> None:
+        """Finish the pending update, so that `master` is the newest weights."""
+        self._updater.finish_all()
+
+    def state_dict(self) -> states.State:
+        self.drain()
+        return states.cloned(states.capture(self._updater))
+
+    def load_state_dict(self, state: states.State) -> None:
+        self.drain()
+        states.restore(self._updater, state)
+        self.group = state["group"]
+
+
+def _always(group: int) -> bool:
+    return True
+
+
+def _flat(args: tuple) -> tuple:
+    """`step((a, b), y)` passes a and b; `step(x, y)` passes x."""
+    return args[0] if len(args) == 1 and isinstance(args[0], tuple) else args
+
+
+def _per_stage(what: str, value: int | Sequence[int], count: int) -> list[int]:
+    values = [value] * count if isinstance(value, int) else list(value)
+    if len(values) != count or any(v < 0 for v in values):
+        raise UserError(f"{what}={value!r}: give one number >= 0, or one for each of the {count} stages.")
+    return values

@@ -1,0 +1,57 @@
+"""Gradients of one group, summed over its microbatches in the master's precision.
+
+Where banks have the master's dtype, autograd's own accumulation in `.grad` is the sum. Where they are narrower
+(bf16), each microbatch's gradient is added to an accumulator of the master's dtype and `.grad` is dropped: a sum
+kept in bf16 would lose the small terms.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.pipeline.peers import Gradients
+from slipstream.pipeline.versions import Replica, local
+from slipstream.torch_private import add_
+
+
+class Accumulator:
+    """Collects the gradients of the group whose backwards run now; groups never interleave on a stage."""
+
+    def __init__(self, master: Replica) -> None:
+        self._dtypes = [p.dtype for p in master.parameters]
+        self._wide: list[Tensor | None] | None = None
+
+    def add(self, replica: Replica) -> None:
+        """After the backward of a microbatch that read `replica`."""
+        narrow = [
+            i
+            for i, (p, dtype) in enumerate(zip(replica.parameters, self._dtypes, strict=True))
+            if p.dtype != dtype
+        ]
+        if not narrow:
+            return
+        if self._wide is None:
+            self._wide = [None] * len(self._dtypes)
+        sums, terms = [], []
+        for i in narrow:
+            grad, replica.parameters[i].grad = replica.parameters[i].grad, None
+            if grad is None:
+                continue
+            if (wide := self._wide[i]) is None:
+                self._wide[i] = local(grad).to(self._dtypes[i])
+            else:
+                sums.append(wide)
+                terms.append(local(grad))
+        with torch.no_grad():
+            add_(sums, terms)
+
+    def take(self, replica: Replica) -> Gradients:
+        """The group's gradients; what follows starts from nothing."""
+        wide = self._wide or [None] * len(self._dtypes)
+        self._wide = None
+        grads: Gradients = []
+        for i, parameter in enumerate(replica.parameters):
+            grad, parameter.grad = parameter.grad, None
+            grads.append(local(grad) if grad is not None else wide[i])
+        return grads

@@ -1,0 +1,72 @@
+"""A group's batch as m microbatches: cut along the first dimension, checked, and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from slipstream.errors import UserError
+
+Microbatch = tuple[tuple, dict[str, Any], Any]  # positional arguments, keyword arguments, target
+
+
+def split(args: tuple, kwargs: dict[str, Any], target: Any, count: int) -> list[Microbatch]:
+    """Equal microbatches. Tensors are cut along dimension 0; everything else goes to each microbatch as it is."""
+    leaves = [
+        leaf for leaf in tree_flatten((args, kwargs, target))[0] if isinstance(leaf, Tensor) and leaf.ndim
+    ]
+    rows = {leaf.shape[0] for leaf in leaves}
+    if len(rows) > 1:
+        raise UserError(f"The tensors of one group have different numbers of rows: {sorted(rows)}.")
+    size = rows.pop() if rows else count
+    if size == 0 or size % count:
+        raise UserError(
+            f"A batch of {size} rows cannot be cut into {count} equal microbatches. Give a multiple of {count} rows "
+            "(drop or pad a short last batch) or change n_microbatches."
+        )
+    each = size // count
+
+    def part(index: int) -> Callable[[Any], Any]:
+        def cut(leaf: Any) -> Any:
+            return leaf[index * each : (index + 1) * each] if isinstance(leaf, Tensor) and leaf.ndim else leaf
+
+        return cut
+
+    return [tree_map(part(index), (args, kwargs, target)) for index in range(count)]
+
+
+def merged(outputs: Sequence[Any]) -> Any:
+    """The outputs of all microbatches as one batch."""
+    if isinstance(outputs[0], Tensor):
+        return torch.cat([o for o in outputs]) if outputs[0].ndim else torch.stack(list(outputs))
+    if isinstance(outputs[0], tuple):
+        return tuple(merged([o[i] for o in outputs]) for i in range(len(outputs[0])))
+    return list(outputs)
+
+
+def check_loss(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        seen = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else repr(type(loss).__name__)
+        )
+        raise UserError(
+            f"loss_fn must return a scalar tensor, not {seen}. Reduce it, for example with .mean()."
+        )
+    return loss.reshape(())
+
+
+def as_predicate(synchronous: int | Callable[[int], bool]) -> Callable[[int], bool]:
+    """`synchronous=N` flushes the first N groups; a callable says so for any group."""
+    if callable(synchronous):
+        return synchronous
+    if synchronous < 0:
+        raise UserError(
+            f"synchronous={synchronous}: give the number of first groups to flush, or a callable."
+        )
+    return lambda group: group < synchronous

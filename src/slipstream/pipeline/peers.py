@@ -1,0 +1,121 @@
+"""What an update needs from others: gradients over the data axis, tied weights, the global norm, new banks.
+
+Every method is a generator: each `yield` is something to wait for (`Wait`), so that the caller decides whether
+to block or to go on computing in the slack. `Alone` is the answer of a process that has no peers (the emulator,
+one stage); `slipstream.pipeline.mesh.Mesh` is the answer of a rank in a pipeline x data mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Gradients = list[Tensor | None]
+
+
+class Wait(Protocol):
+    """Something under way. `torch.distributed.Work` is one."""
+
+    def is_completed(self) -> bool: ...
+    def wait(self) -> object: ...
+
+
+Steps = Iterator[Wait]
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """Kernels and copies that were queued before `event`."""
+
+    event: torch.cuda.Event
+
+    def is_completed(self) -> bool:
+        return self.event.query()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+@dataclass
+class Tally:
+    """What the ranks tell each other once per update, beside the squared norms of their gradients."""
+
+    stop: bool = False  # someone asked the run to stop
+    work_seconds: list[float] | None = None  # one forward and backward, by stage
+    link_seconds: list[float] | None = None  # one way over the link behind each stage
+
+
+class Peers(Protocol):
+    """The other ranks, as an update sees them."""
+
+    owned: list[int]  # parameters whose master and optimizer state live on this rank
+    counted: list[bool]  # whether this rank's slot of a parameter enters the norm
+
+    def reduce(self, grads: Gradients) -> Steps:
+        """Average over the data axis, in place (for a sharded optimizer: at least on the owner)."""
+        ...
+
+    def tie(self, grads: Gradients) -> Steps:
+        """Sum the gradients of tied weights, in place."""
+        ...
+
+    def exchange(self, squares: Tensor, tally: Tally) -> Iterator[Wait | list[float]]:
+        """Yields waits; the last item is the squared norms of all parameters of all stages."""
+        ...
+
+    def gather(self, weights: Sequence[Tensor]) -> Steps:
+        """Complete a bank of which each owner has written its part."""
+        ...
+
+
+class Alone:
+    """One process that holds the whole model. `ties`: lists of indices of parameters that are one weight."""
+
+    def __init__(self, count: int, ties: Sequence[Sequence[int]] = ()) -> None:
+        self.owned = list(range(count))
+        self.ties = [list(tie) for tie in ties]
+        twins = {index for tie in self.ties for index in tie[1:]}
+        self.counted = [index not in twins for index in range(count)]
+
+    def reduce(self, grads: Gradients) -> Steps:
+        yield from ()
+
+    def tie(self, grads: Gradients) -> Steps:
+        for tie in self.ties:
+            total = sum_present([grads[index] for index in tie])
+            for index in tie:
+                grads[index] = total
+        yield from ()
+
+    def exchange(self, squares: Tensor, tally: Tally) -> Iterator[Wait | list[float]]:
+        yield from to_host(squares)
+
+    def gather(self, weights: Sequence[Tensor]) -> Steps:
+        yield from ()
+
+
+def sum_present(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum of those that are there, in order."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if not present:
+        return None
+    total = present[0]
+    for other in present[1:]:
+        total = total + other
+    return total
+
+
+def to_host(vector: Tensor) -> Iterator[Wait | list[float]]:
+    """The numbers of a vector, without holding up the device's queue."""
+    if vector.is_cuda:
+        host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+        host.copy_(vector, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        yield OnDevice(event)
+        vector = host
+    yield vector.tolist()

@@ -1,0 +1,193 @@
+"""The state of a run at the boundary after an update, as plain dictionaries keyed by parameter names.
+
+For the boundary after update g: the master z_{g+1}, the banks that groups g+1 and g+2 will read, optimizer state
+and hyperparameters by parameter, the correction, counters. Names are the module's own: where they are global
+(the stages are cut from one model), the union over stages (`merge_states`) loads into any number of stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from slipstream.errors import CheckpointError, UserError
+from slipstream.pipeline.update import Updater
+from slipstream.pipeline.versions import Versions, local
+from slipstream.torch_private import copy_
+
+FORMAT = 1
+State = dict[str, Any]
+SECTIONS = ("master", "optimizer", "hyper", "buffers")
+
+
+def capture(updater: Updater) -> State:
+    """The state at the boundary this process has reached; tensors are the live ones (clone to keep)."""
+    state: State = {
+        "format": FORMAT,
+        "group": updater.completed,
+        "skipped": updater.skipped,
+        "master": {},
+        "banks": {},
+        "optimizer": {},
+        "hyper": {},
+        "buffers": {},
+        "correction": updater.correction.state_dict(),
+    }
+    hyper = {
+        id(p): {key: value for key, value in entry.items() if key != "params"}
+        for entry in updater.optimizer.param_groups
+        for p in entry["params"]
+    }
+    for versions in updater.versions:
+        owned = [(versions.names[i], versions.master.parameters[i], i) for i in versions.owned]
+        for name, parameter, index in owned:
+            state["master"][name] = versions.master.weights[index]
+            state["optimizer"][name] = dict(updater.optimizer.state.get(parameter, {}))
+            state["hyper"][name] = hyper[id(parameter)]
+        for group, replica in versions.banks().items():
+            bank = state["banks"].setdefault(str(group), {})
+            bank.update({name: replica.weights[index] for name, _, index in owned})
+        state["buffers"].update(dict(versions.module.named_buffers()))
+    return state
+
+
+def restore(updater: Updater, state: State) -> None:
+    """Put `state`, which may hold more names than this process has, into the master, banks and optimizer."""
+    if state.get("format") != FORMAT:
+        raise CheckpointError(
+            f"The state has format {state.get('format')!r}; this version reads format {FORMAT}."
+        )
+    for versions in updater.versions:
+        _require(versions.names, state["master"], "master")
+        copy_(
+            versions.master.weights, [_fit(versions, state["master"], i) for i in range(len(versions.names))]
+        )
+        banks: dict[int, list[Tensor]] = {}
+        shared: dict[tuple, list[Tensor]] = {}
+        for group, bank in sorted(state["banks"].items(), key=lambda item: int(item[0])):
+            if int(group) > updater_reach(state["group"], versions):
+                continue
+            _require(versions.names, bank, f"bank of group {group}")
+            tensors = [_fit(versions, bank, i) for i in range(len(versions.names))]
+            # Groups 0 and 1 read one bank: the same tensors stay one replica.
+            banks[int(group)] = shared.setdefault(tuple(t.data_ptr() for t in tensors), tensors)
+        versions.restore(banks)
+        for name, buffer in versions.module.named_buffers():
+            if name in state["buffers"]:
+                buffer.copy_(state["buffers"][name])
+    _restore_optimizer(updater, state)
+    updater.correction.load_state_dict(state["correction"])
+    updater.completed = state["group"]
+    updater.skipped = state["skipped"]
+
+
+def updater_reach(group: int, versions: Versions) -> int:
+    """The last group whose weights exist at the boundary before `group`."""
+    return group + versions.delay
+
+
+def _fit(versions: Versions, tensors: Mapping[str, Tensor], index: int) -> Tensor:
+    """The saved tensor of one parameter, as the local tensor this rank holds."""
+    name, parameter = versions.names[index], versions.master.parameters[index]
+    saved = tensors[name]
+    if isinstance(parameter, DTensor) and saved.shape == parameter.shape:
+        from torch.distributed.tensor import distribute_tensor
+
+        saved = local(
+            distribute_tensor(saved.to(parameter.device), parameter.device_mesh, parameter.placements)
+        )
+    expected = versions.master.weights[index].shape
+    if saved.shape != expected:
+        raise CheckpointError(
+            f"The saved '{name}' has shape {tuple(saved.shape)}, the model's has {tuple(expected)}. "
+            "Load a state of the same model."
+        )
+    return saved
+
+
+def _require(names: Sequence[str], tensors: Mapping[str, Any], what: str) -> None:
+    missing = [name for name in names if name not in tensors]
+    if missing:
+        raise CheckpointError(
+            f"The state's {what} lacks {len(missing)} of {len(names)} parameters, '{missing[0]}' among them. "
+            "Load the union of all stages' states (merge_states), from stages whose parameter names are global."
+        )
+
+
+def _restore_optimizer(updater: Updater, state: State) -> None:
+    names = {id(v.master.parameters[i]): v.names[i] for v in updater.versions for i in v.owned}
+    _require(list(names.values()), state["optimizer"], "optimizer")
+    optimizer = updater.optimizer
+    numbers: dict[int, int] = {}
+    for entry in optimizer.param_groups:
+        for parameter in entry["params"]:
+            numbers.setdefault(id(parameter), len(numbers))
+    groups = []
+    for entry in optimizer.param_groups:
+        members = [names[id(p)] for p in entry["params"] if id(p) in names]
+        values = (
+            dict(state["hyper"][members[0]]) if members else {k: v for k, v in entry.items() if k != "params"}
+        )
+        groups.append({**values, "params": [numbers[id(p)] for p in entry["params"]]})
+    slots = {
+        numbers[number]: {key: _own(value) for key, value in state["optimizer"][name].items()}
+        for number, name in names.items()
+        if state["optimizer"][name]
+    }
+    optimizer.load_state_dict({"state": slots, "param_groups": groups})
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def cloned(state: Any) -> Any:
+    """A state whose tensors no later step changes; on the CPU, detached."""
+    if isinstance(state, Tensor):
+        return local(state).clone()
+    if isinstance(state, dict):
+        # Banks of groups 0 and 1 are one: keep them one.
+        copies: dict[int, Tensor] = {}
+        return {key: _cloned_once(value, copies) for key, value in state.items()}
+    return state
+
+
+def _cloned_once(value: Any, copies: dict[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        if value.data_ptr() not in copies or value.numel() == 0:
+            copies[value.data_ptr()] = local(value).clone()
+        found = copies[value.data_ptr()]
+        return found if found.shape == value.shape else local(value).clone()
+    if isinstance(value, dict):
+        return {key: _cloned_once(item, copies) for key, item in value.items()}
+    return value
+
+
+def merge_states(states: Sequence[State]) -> State:
+    """The union of the states of all stages, at one boundary; loads into any number of stages."""
+    if not states:
+        raise UserError("merge_states needs at least one state.")
+    boundaries = sorted({state["group"] for state in states})
+    if len(boundaries) > 1:
+        raise CheckpointError(f"The states belong to different boundaries: updates {boundaries}.")
+    merged: State = {**states[0], **{section: {} for section in SECTIONS}, "banks": {}}
+    for state in states:
+        for section in SECTIONS:
+            _union(merged[section], state[section], section)
+        for group, bank in state["banks"].items():
+            _union(merged["banks"].setdefault(group, {}), bank, f"bank of group {group}")
+    return merged
+
+
+def _union(target: dict[str, Any], source: Mapping[str, Any], what: str) -> None:
+    for name, value in source.items():
+        if name in target and what != "buffers":
+            raise CheckpointError(
+                f"Two stages both call a parameter '{name}' ({what}), so their states cannot be joined. Give the "
+                "parameters global names: cut the stages from one model, or keep the full model's module tree."
+            )
+        target[name] = value

@@ -1,0 +1,288 @@
+"""The only update: reduce, tie, correct, norm, finite?, clip, step, publish. One transaction per group.
+
+    G_g      the mean gradient of group g, summed over tied weights, corrected
+    n        the square root of the exactly rounded sum of squared per-parameter norms over all stages
+    z_{g+1}  Optimizer(z_g, state, G_g min(1, c / n))      or z_g, state untouched, when n is not finite
+    b_{g+1}  what the correction publishes                 or z_{g+1} when the group was skipped
+
+The transaction is a generator: it yields what it waits for, so that the runtime advances it between actions
+while the emulator simply runs it through. Hyperparameters are those that held when the group entered, whenever
+the update runs. The norm is summed with `math.fsum`, whose result does not depend on the order of the terms, so
+that it does not depend on how many stages there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from slipstream.errors import UserError
+from slipstream.optim.corrections import Correction
+from slipstream.pipeline.peers import Gradients, Peers, Tally, Wait
+from slipstream.pipeline.versions import Target, Versions
+from slipstream.torch_private import copy_, mark_stepped, mul_, norms
+
+RECENT_GROUPS = 64  # how many groups back norms and skips can be asked for
+
+
+class Updater:
+    """Master, optimizer and correction of one process; pending updates in the order of their groups."""
+
+    def __init__(
+        self,
+        versions: Sequence[Versions],
+        optimizer: Optimizer,
+        correction: Correction,
+        max_grad_norm: float | None,
+        peers: Peers,
+    ) -> None:
+        self.versions = list(versions)
+        self.optimizer = optimizer
+        self.correction = correction
+        self.max_grad_norm = max_grad_norm
+        self.peers = peers
+        self.parameters = [p for v in self.versions for p in v.master.parameters]
+        self.completed = 0
+        self.skipped = 0
+        self.grad_norms: dict[int, float] = {}  # of recent groups; a skipped group's is not finite
+        self.tally = Tally()
+        self.heard = Tally()  # what all ranks told in the last update
+        self.after_update: Callable[[int], None] | None = None
+        self._pending: deque[_Transaction] = deque()
+        self._values: dict[int, list[dict[str, Any]]] = {}
+        self._own_keys: set[str] = set()  # keys of parameter groups that the optimizer itself changes
+        mark_stepped(optimizer)
+
+    def enter(self, group: int) -> None:
+        """Group `group` enters: its update will use the hyperparameters of this moment."""
+        values = [
+            {key: _frozen(value) for key, value in entry.items() if key != "params"}
+            for entry in self.optimizer.param_groups
+        ]
+        self.correction.hyperparameters(group, values)
+        self._values[group] = values
+
+    def begin(self, group: int, grads: Gradients) -> None:
+        """The last backward of `group` is done; `grads` now belong to its update."""
+        transaction = _Transaction(group, self._steps(group, grads))
+        self._pending.append(transaction)
+        transaction.advance()
+        self.advance()
+
+    def advance(self) -> None:
+        """Go on with pending updates as far as that needs no waiting; none overtakes an earlier one."""
+        ahead: _Transaction | None = None
+        for transaction in list(self._pending):
+            while (ahead is None or transaction.legs < ahead.legs) and transaction.ready():
+                if not transaction.advance():
+                    break
+            if transaction.done:
+                self._pending.popleft()
+            else:
+                ahead = transaction
+
+    def finish(self, group: int) -> None:
+        """Block until update `group` and all before it are done."""
+        while self._pending and self._pending[0].group <= group:
+            transaction = self._pending[0]
+            transaction.wait()
+            transaction.advance()
+            self.advance()
+
+    def finish_all(self) -> None:
+        if self._pending:
+            self.finish(self._pending[-1].group)
+
+    def _steps(self, group: int, grads: Gradients) -> Iterator[Wait]:
+        yield from self.peers.reduce(grads)
+        yield from self.peers.tie(grads)
+        if self.correction.corrects_gradient:
+            yield _Turn(self, group)  # the correction reads z_g
+            self._correct_gradient(group, grads)
+        squared: list[float] = []
+        for item in self.peers.exchange(self._squares(grads), self.tally):
+            if isinstance(item, list):
+                squared = item
+            else:
+                yield item
+        yield _Turn(self, group)
+        norm = math.sqrt(total) if math.isfinite(total := _sum(squared)) else math.nan
+        self.grad_norms[group] = norm
+        self.grad_norms.pop(group - RECENT_GROUPS, None)
+        yield from self._step_and_publish(group, grads, norm)
+        self.completed = group + 1
+        if self.after_update is not None:
+            self.after_update(group)
+
+    def _correct_gradient(self, group: int, grads: Gradients) -> None:
+        banks = [w for v in self.versions for w in v.replica(group).weights]
+        masters = [w for v in self.versions for w in v.master.weights]
+        present = [(g, m, b) for g, m, b in zip(grads, masters, banks, strict=True) if g is not None]
+        self.correction.gradient(
+            [g for g, _, _ in present], [m for _, m, _ in present], [b for *_, b in present]
+        )
+
+    def _squares(self, grads: Gradients) -> Tensor:
+        """This rank's slots of the vector of squared norms; zero where another rank counts the parameter."""
+        counted = [i for i, grad in enumerate(grads) if grad is not None and self.peers.counted[i]]
+        present = [grad for i in counted if (grad := grads[i]) is not None]
+        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        squares = torch.zeros(len(grads), dtype=torch.float64, device=device)
+        if counted:
+            values = torch.stack(norms(present)).to(torch.float64).square_()
+            if len(counted) == len(grads):
+                return values
+            squares[torch.tensor(counted, device=device)] = values
+        return squares
+
+    def _step_and_publish(self, group: int, grads: Gradients, norm: float) -> Iterator[Wait]:
+        finite = math.isfinite(norm)
+        # z_g must outlive the step where the correction extrapolates from it: in the dying bank if it can.
+        publishing = []
+        for versions in self.versions:
+            versions.release(group)
+            for target in versions.targets(group + 1):
+                publishing.append((versions, target, self._previous(versions, target) if finite else None))
+        if finite:
+            self._step(group, grads, norm)
+        else:
+            self.skipped += 1
+            self._values.pop(group)
+        for versions, target, previous in publishing:
+            owned = versions.owned
+            banks = [target.replica.weights[i] for i in owned]
+            new = [versions.master.weights[i] for i in owned]
+            if finite and target.read.kind == "bank":
+                params = [versions.master.parameters[i] for i in owned]
+                self.correction.publish(banks, new, previous, self.optimizer, params, versions.delay)
+            else:
+                copy_(banks, new)
+            yield from self.peers.gather(target.replica.weights)
+
+    def _previous(self, versions: Versions, target: Target) -> list[Tensor] | None:
+        if target.read.kind != "bank" or not self.correction.needs_previous:
+            return None
+        weights = versions.master.weights
+        banks = target.replica.weights
+        old = []
+        for i in versions.owned:
+            same = banks[i].dtype == weights[i].dtype
+            old.append(banks[i] if same else torch.empty_like(weights[i]))
+        copy_(old, [weights[i] for i in versions.owned])
+        return old
+
+    def _step(self, group: int, grads: Gradients, norm: float) -> None:
+        if self.max_grad_norm is not None:
+            factor = self.max_grad_norm / (norm + 1e-6)
+            if factor < 1.0:
+                unique = {id(g): g for i in self.peers.owned if (g := grads[i]) is not None}
+                mul_(list(unique.values()), factor)
+        for index in self.peers.owned:
+            self.parameters[index].grad = _as_gradient(self.parameters[index], grads[index])
+        recorded = self._values.pop(group)
+        live = [dict(entry) for entry in self.optimizer.param_groups]
+        for entry, values in zip(self.optimizer.param_groups, recorded, strict=True):
+            entry.update({key: value for key, value in values.items() if key not in self._own_keys})
+        before = [dict(entry) for entry in self.optimizer.param_groups]
+        with torch.no_grad():
+            self.optimizer.step()
+        for entry, start, now in zip(self.optimizer.param_groups, before, live, strict=True):
+            for key in list(entry):
+                if key == "params":
+                    continue
+                if key not in start or not _same(entry[key], start[key]):
+                    self._own_keys.add(key)  # a step counter, say: the optimizer's own business
+                elif key in now and key not in self._own_keys:
+                    entry[key] = now[key]
+        for index in self.peers.owned:
+            self.parameters[index].grad = None
+
+
+class _Transaction:
+    """A generator of waits, and how many of them it has passed."""
+
+    def __init__(self, group: int, steps: Iterator[Wait]) -> None:
+        self.group = group
+        self.legs = 0
+        self.done = False
+        self._steps = steps
+        self._waiting: Wait | None = None
+
+    def ready(self) -> bool:
+        return not self.done and (self._waiting is None or self._waiting.is_completed())
+
+    def wait(self) -> None:
+        if self._waiting is not None:
+            self._waiting.wait()
+
+    def advance(self) -> bool:
+        """Run to the next wait; False when there is none left."""
+        if self._waiting is not None:
+            self._waiting.wait()  # completed: this only collects an error, or orders CUDA streams
+        try:
+            self._waiting = next(self._steps)
+            self.legs += 1
+        except StopIteration:
+            self._waiting = None
+            self.done = True
+        return not self.done
+
+
+class _Turn:
+    """Waits until every earlier update is done."""
+
+    def __init__(self, updater: Updater, group: int) -> None:
+        self._updater = updater
+        self._group = group
+
+    def is_completed(self) -> bool:
+        return self._updater.completed >= self._group
+
+    def wait(self) -> None:
+        if not self.is_completed():
+            self._updater.finish(self._group - 1)
+
+
+def check_covers(optimizer: Optimizer, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+    """Every trainable parameter must be the optimizer's, once, and nothing else may be."""
+    held = [id(p) for entry in optimizer.param_groups for p in entry["params"]]
+    missing = [name for name, p in zip(names, parameters, strict=True) if id(p) not in set(held)]
+    if missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise UserError(
+            f"The optimizer misses {len(missing)} trainable parameters of the master: {shown}. "
+            "Build it from module.parameters() of the module it is given, or freeze them with requires_grad_(False)."
+        )
+
+
+def _sum(squared: Sequence[float]) -> float:
+    """The exactly rounded sum; `fsum` refuses infinities of both signs and overflow, which here mean 'skip'."""
+    try:
+        return math.fsum(squared)
+    except (OverflowError, ValueError):
+        return math.nan
+
+
+def _as_gradient(parameter: nn.Parameter, grad: Tensor | None) -> Tensor | None:
+    if grad is None or not isinstance(parameter, DTensor):
+        return grad
+    return DTensor.from_local(
+        grad, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def _frozen(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one is other
+    return bool(one == other)

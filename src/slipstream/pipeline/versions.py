@@ -1,0 +1,169 @@
+"""Two replicas and a master: which weights each group reads, and where the next bank is written.
+
+The master is the user's module; the optimizer owns it and no forward of training ever reads it. Replicas are
+real copies of the module, so that a forward and its backward see one set of tensors and nothing is swapped under
+autograd. Group g reads what `schedule.staleness.reads` says: z_g through a replica that holds a copy of the
+master, or a bank. Invariant: a replica is written only when every group that reads it has finished its last
+backward, so `delay + 1` replicas are enough.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from slipstream.errors import UserError
+from slipstream.schedule.staleness import Read, reads
+from slipstream.torch_private import copy_
+
+Prepare = Callable[[nn.Module], nn.Module | None]
+Synchronous = Callable[[int], bool]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lives on this rank, without autograd."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+@dataclass
+class Replica:
+    """A module whose weights are a bank (or the master), and the groups that still read it."""
+
+    module: nn.Module
+    call: Callable[..., object]  # the module as `prepare` returned it: compiled, sharded
+    parameters: list[nn.Parameter]
+    weights: list[Tensor]  # the same storage, as plain local tensors
+    readers: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A replica to write when z_index is ready, and whether it takes the master or the (corrected) bank."""
+
+    replica: Replica
+    read: Read
+
+
+class Versions:
+    """The weights of one stage: `master`, and a replica for each group that is under way."""
+
+    def __init__(
+        self,
+        master: nn.Module,
+        synchronous: Synchronous,
+        *,
+        delay: int = 1,
+        bank_dtype: torch.dtype | None = None,
+        prepare: Prepare | None = None,
+    ) -> None:
+        self.module = master
+        self.delay = delay
+        self.synchronous = synchronous
+        self.names = [name for name, p in master.named_parameters() if p.requires_grad]
+        copies = [copy.deepcopy(master) for _ in range(delay + 1)]
+        self.replicas = [_replica(module, bank_dtype, prepare) for module in copies]
+        self.master = _replica(master, None, prepare)
+        self.owned = list(range(len(self.names)))  # fewer where the optimizer is sharded
+        self._reading: dict[int, Replica] = {}
+        for target in self.targets(0):
+            copy_(target.replica.weights, self.master.weights)
+
+    def replica(self, group: int) -> Replica:
+        """The replica that `group` reads; it has been published."""
+        return self._reading[group]
+
+    def release(self, group: int) -> None:
+        """The last backward of `group` is done: nothing of it reads its replica any more."""
+        self._reading.pop(group).readers.discard(group)
+
+    def targets(self, index: int) -> list[Target]:
+        """Where z_index and b_index go, and note their readers. Called once for each index, in order."""
+        wanted: dict[Read, list[int]] = {}
+        last = index + self.delay
+        for group in range(index, last + 1):
+            read = reads(group, self.synchronous, self.delay)
+            if read.index == index:
+                # b_0 is z_0, so the readers of both share a replica.
+                wanted.setdefault(Read("master", 0) if index == 0 else read, []).append(group)
+        found = []
+        for read, groups in wanted.items():
+            replica = next(r for r in self.replicas if not r.readers)
+            replica.readers.update(groups)
+            for group in groups:
+                self._reading[group] = replica
+            found.append(Target(replica, read))
+        return found
+
+    def banks(self) -> dict[int, Replica]:
+        """The replica of each group that has its weights and is not finished."""
+        return dict(self._reading)
+
+    def restore(self, banks: dict[int, list[Tensor]]) -> None:
+        """Take saved banks, by the group that reads them; groups that share a list share a replica."""
+        for replica in self.replicas:
+            replica.readers.clear()
+        self._reading = {}
+        holders: dict[int, Replica] = {}
+        for group, weights in banks.items():
+            replica = holders.get(id(weights)) or next(r for r in self.replicas if not r.readers)
+            holders[id(weights)] = replica
+            replica.readers.add(group)
+            self._reading[group] = replica
+            copy_(replica.weights, weights)
+
+
+def _trainable(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def _prepared(module: nn.Module, prepare: Prepare | None) -> Callable[..., object]:
+    if prepare is None:
+        return module
+    prepared = prepare(module)
+    return module if prepared is None else prepared
+
+
+def _replica(module: nn.Module, bank_dtype: torch.dtype | None, prepare: Prepare | None) -> Replica:
+    if bank_dtype is not None:
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(bank_dtype)
+    call = _prepared(module, prepare)
+    parameters = _trainable(module)
+    return Replica(module, call, parameters, [local(p) for p in parameters])
+
+
+def split_shared(module: nn.Module) -> list[list[str]]:
+    """Give every name its own Parameter and say which names were one: the tied weights inside this module.
+
+    Tied weights are separate tensors at every depth: their gradients are summed by the update, not by autograd,
+    whose order of summation would depend on where the model is cut.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    ties = [shared for shared in names.values() if len(shared) > 1]
+    for shared in ties:
+        original = module.get_parameter(shared[0])
+        for name in shared[1:]:
+            path, _, leaf = name.rpartition(".")
+            twin = nn.Parameter(original.detach().clone(), requires_grad=original.requires_grad)
+            twin.__dict__.update(original.__dict__)  # markers such as a parameter's role
+            setattr(module.get_submodule(path), leaf, twin)
+    return ties
+
+
+def refuse_changing_buffers(module: nn.Module) -> None:
+    """Batch statistics change in the forward, so a replica and a restart would each have their own."""
+    for name, child in module.named_modules():
+        if getattr(child, "track_running_stats", False) and getattr(child, "running_mean", None) is not None:
+            raise UserError(
+                f"'{name or type(child).__name__}' changes its running statistics in the forward, which weight "
+                "versions cannot follow. Use a norm without running statistics (LayerNorm, RMSNorm, GroupNorm) "
+                "or track_running_stats=False."
+            )

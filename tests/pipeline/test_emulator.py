@@ -1,0 +1,224 @@
+"""The emulator against rule 1, written down independently."""
+
+import copy
+
+import pytest
+import torch
+from pipeline import reference, tiny
+
+from slipstream import Emulator, UserError
+
+M, GROUPS = 4, 12
+
+
+def emulate(model, optimizer, groups=GROUPS, **options):
+    emulator = Emulator(model, M, tiny.loss_fn, optimizer, **options)
+    losses = [loss.item() for g in range(groups) for loss in emulator.step(*tiny.batch(g))]
+    return losses, emulator
+
+
+@pytest.mark.parametrize("optimizer", tiny.OPTIMIZERS)
+@pytest.mark.parametrize(("correction", "lam"), [("none", 0.0), ("error_feedback", 1.0)])
+@pytest.mark.parametrize(("delay", "start"), [(0, 0), (1, 0), (1, 3), (3, 0), (3, 4)])
+def test_equals_rule_1(optimizer, correction, lam, delay, start):
+    model = tiny.Model(tied=False)
+    flushed = lambda g: g < start  # noqa: E731
+    expected, master = reference.train(
+        model,
+        [tiny.batch(g) for g in range(GROUPS)],
+        M,
+        tiny.loss_fn,
+        tiny.OPTIMIZERS[optimizer],
+        lam=lam,
+        delay=delay,
+        synchronous=flushed,
+    )
+    losses, emulator = emulate(
+        model, tiny.OPTIMIZERS[optimizer], correction=correction, delay=delay, synchronous=start
+    )
+    assert losses == pytest.approx(expected, rel=2e-6)
+    for ours, theirs in zip(emulator.master.parameters(), master.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    if correction == "none":  # nothing but copies between steps: bit for bit
+        assert losses == expected
+
+
+def test_clipping_equals_torch():
+    model = tiny.Model(tied=False)
+    expected, _ = reference.train(
+        model, [tiny.batch(g) for g in range(GROUPS)], M, tiny.loss_fn, tiny.momentum, clip=0.05
+    )
+    free, _ = emulate(copy.deepcopy(model), tiny.momentum)
+    losses, emulator = emulate(model, tiny.momentum, max_grad_norm=0.05)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert losses[-1] != pytest.approx(free[-1], rel=1e-3), "the clip must have bitten"
+
+
+def test_a_synchronous_finish_reads_the_newest_weights():
+    model = tiny.Model(tied=False)
+    flushed = lambda g: g >= 8  # noqa: E731
+    expected, _ = reference.train(
+        model,
+        [tiny.batch(g) for g in range(GROUPS)],
+        M,
+        tiny.loss_fn,
+        tiny.adamw,
+        lam=1.0,
+        synchronous=flushed,
+    )
+    losses, _ = emulate(model, tiny.adamw, correction="error_feedback", synchronous=flushed)
+    assert losses == pytest.approx(expected, rel=2e-6)
+
+
+def test_stages_with_delays_of_their_own():
+    """Original PipeDream: the first stage is two updates late, the last is synchronous."""
+    parts = [tiny.Model(*tiny.cut(s, 3), tied=False) for s in range(3)]
+    emulator = Emulator(
+        stages=parts, n_microbatches=M, loss_fn=tiny.loss_fn, optimizer=tiny.momentum, delay=[2, 1, 0]
+    )
+    one = copy.deepcopy(parts)
+    histories = [[[p.detach().clone() for p in part.parameters()]] for part in one]
+    worker = copy.deepcopy(one)
+    optimizer = tiny.momentum(torch.nn.ModuleList(one))
+    for g in range(8):
+        x, y = tiny.batch(g)
+        for part, history, delay in zip(worker, histories, [2, 1, 0], strict=True):
+            for p, b in zip(part.parameters(), history[max(g - delay, 0)], strict=True):
+                p.data.copy_(b)
+                p.grad = None
+        expected = []
+        for xk, yk in zip(x.chunk(M), y.chunk(M), strict=True):
+            loss = tiny.loss_fn(worker[2](worker[1](worker[0](xk))), yk)
+            (loss / M).backward()
+            expected.append(loss.item())
+        for part, twin in zip(one, worker, strict=True):
+            for p, w in zip(part.parameters(), twin.parameters(), strict=True):
+                p.grad = w.grad.clone()
+        optimizer.step()
+        for part, history in zip(one, histories, strict=True):
+            history.append([p.detach().clone() for p in part.parameters()])
+        assert [loss.item() for loss in emulator.step(x, y)] == expected
+
+
+def test_tied_weights_stay_equal_and_match_the_shared_parameter():
+    shared = tiny.Model()
+    expected, master = reference.train(
+        shared, [tiny.batch(g) for g in range(GROUPS)], M, tiny.loss_fn, tiny.adamw, clip=0.5
+    )
+    losses, emulator = emulate(tiny.Model(), tiny.adamw, max_grad_norm=0.5)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert torch.equal(emulator.master.embedding.weight, emulator.master.head.weight)
+    assert emulator.master.embedding.weight is not emulator.master.head.weight
+
+
+def test_a_non_finite_group_is_skipped_and_counted():
+    model = tiny.Model(tied=False)
+    emulator = Emulator(
+        model, M, lambda o, y: tiny.loss_fn(o, y) * scale, tiny.adamw, correction="error_feedback"
+    )
+    scale = 1.0
+    for g in range(3):
+        emulator.step(*tiny.batch(g))
+    before = {name: p.clone() for name, p in emulator.master.state_dict().items()}
+    moments = copy.deepcopy(emulator.optimizer.state_dict()["state"])
+    scale = float("inf")
+    emulator.step(*tiny.batch(3))
+    assert emulator.skipped == 1
+    assert all(torch.equal(before[n], p) for n, p in emulator.master.state_dict().items())
+    after = emulator.optimizer.state_dict()["state"]
+    assert all(torch.equal(after[i]["exp_avg"], moments[i]["exp_avg"]) for i in moments)
+    scale = 1.0
+    assert all(loss.isfinite() for g in range(4, 8) for loss in emulator.step(*tiny.batch(g)))
+
+
+def test_learning_rates_belong_to_groups():
+    model = tiny.Model(tied=False)
+    emulator = Emulator(model, M, tiny.loss_fn, tiny.adamw)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(emulator.optimizer, lambda g: 1 / (1 + g))
+    used = []
+    step = emulator.optimizer.step
+    emulator.optimizer.step = lambda *a, **k: (
+        used.append(emulator.optimizer.param_groups[0]["lr"]),
+        step(*a, **k),
+    )
+    for g in range(5):
+        emulator.step(*tiny.batch(g))
+        scheduler.step()
+    emulator.drain()
+    assert used == pytest.approx([3e-3 / (1 + g) for g in range(5)])
+
+
+@pytest.mark.parametrize("correction", ["none", "error_feedback"])
+@pytest.mark.parametrize("start", [0, 6])
+def test_resumes_bit_for_bit(correction, start):
+    options = {"correction": correction, "max_grad_norm": 1.0, "synchronous": start}
+    whole, final = emulate(tiny.Model(), tiny.adamw, **options)
+    for stop in (1, 5, 6, 7):
+        first = Emulator(tiny.Model(), M, tiny.loss_fn, tiny.adamw, **options)
+        head = [loss.item() for g in range(stop) for loss in first.step(*tiny.batch(g))]
+        state = first.state_dict()
+        second = Emulator(tiny.Model(), M, tiny.loss_fn, tiny.adamw, **options)
+        second.load_state_dict(state)
+        tail = [loss.item() for g in range(stop, GROUPS) for loss in second.step(*tiny.batch(g))]
+        assert head + tail == whole
+        for a, b in zip(final.master.parameters(), second.master.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_paci_mismatch_gives_the_backward_newer_weights():
+    """On a linear model the forward's weights decide the loss, the backward's decide the gradient of the input."""
+    torch.manual_seed(0)
+    parts = [torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)]
+    emulator = Emulator(
+        stages=copy.deepcopy(parts),
+        n_microbatches=1,
+        loss_fn=lambda o, y: (o * y).sum(),
+        delay=1,
+        mismatch=1,
+        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+    )
+    a, b = (p.weight.detach().clone() for p in parts)
+    old = (a, b)
+    for g in range(4):
+        x, y = torch.randn(2, 3), torch.randn(2, 3)
+        emulator.step(x, y)
+        grad_b = y.T @ (x @ old[0].T)
+        grad_a = (y @ b).T @ x  # through the newest b, while the forward read the old one
+        old = (a, b)
+        a, b = a - 0.1 * grad_a, b - 0.1 * grad_b
+        torch.testing.assert_close(emulator.master[0].weight.data, a)
+        torch.testing.assert_close(emulator.master[1].weight.data, b)
+
+
+def test_wrong_use_says_what_to_change():
+    model = tiny.Model(tied=False)
+    with pytest.raises(UserError, match="cannot be cut into 4 equal microbatches"):
+        Emulator(model, M, tiny.loss_fn, tiny.adamw).step(*tiny.batch(0, rows=6))
+    with pytest.raises(UserError, match="must return a scalar"):
+        Emulator(model, M, lambda o, y: o, tiny.adamw).step(*tiny.batch(0))
+    with pytest.raises(UserError, match="misses 1 trainable"):
+        Emulator(model, M, tiny.loss_fn, lambda m: torch.optim.SGD(list(m.parameters())[1:], lr=1))
+    with pytest.raises(UserError, match="running statistics"):
+        Emulator(torch.nn.BatchNorm1d(3), 1, tiny.loss_fn, tiny.adamw)
+    with pytest.raises(UserError, match="either a module or stages"):
+        Emulator(None, M, tiny.loss_fn, tiny.adamw)
+    with pytest.raises(UserError, match="error_feedback"):
+        Emulator(model, M, tiny.loss_fn, tiny.adamw, correction="error_fedback")
+
+
+def test_narrow_banks_keep_a_wide_master():
+    """bf16 banks: gradients are summed in fp32 and the master never loses bits to the bank."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    emulator = Emulator(
+        model,
+        4,
+        lambda o, y: (o * y).sum(),
+        lambda m: torch.optim.SGD(m.parameters(), lr=1e-4),
+        bank_dtype=torch.bfloat16,
+    )
+    x = torch.ones(4, 2, dtype=torch.bfloat16)
+    y = torch.tensor([[256.0], [1.0], [1.0], [1.0]], dtype=torch.bfloat16)
+    emulator.step(x, y)
+    assert emulator.master.weight.dtype == torch.float32
+    torch.testing.assert_close(emulator.master.weight.data, torch.full((1, 2), 1 - 1e-4 * 259 / 4))
