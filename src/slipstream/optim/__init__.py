@@ -1,0 +1,1 @@
+"""Optimizers that tolerate delay, corrections for it, and learning-rate schedules."""

@@ -1,0 +1,174 @@
+"""Name and options -> an optimizer over a stage's parameters: hidden matrices, and the rest.
+
+Invariant: every optimizer has the same two parameter groups on every stage, `role` "matrices" and "rest"
+(`roles.py`), either of which may be empty; `initial_lr` holds a group's peak rate. Weight decay is decoupled and
+falls on the matrices only, unless decay="all".
+
+Where an optimizer is one for matrices, the rest goes to AdamW with `adamw_lr` (None: the same lr), `adamw_betas`
+and `adamw_eps`. The others take every parameter.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from slipstream.errors import UserError
+from slipstream.optim.library import LibraryOptimizer, library_class
+from slipstream.optim.muon import Muon
+from slipstream.optim.roles import split_parameters
+
+Group = dict[str, Any]
+
+_ADAMW_REST = {"adamw_lr": None, "adamw_betas": (0.9, 0.95), "adamw_eps": 1e-8}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Defaults of one optimizer, where they come from, and how it is made from its two groups.
+
+    `lr` and `weight_decay` are the groups'; what is left of the options is given to `make`.
+    """
+
+    defaults: Mapping[str, Any]
+    source: str
+    make: Callable[[list[Group], Mapping[str, Any]], Optimizer]
+    on_shards: bool = True
+
+    @property
+    def for_matrices(self) -> bool:
+        return "adamw_lr" in self.defaults
+
+
+def _torch(
+    kind: Callable[..., Optimizer], **fixed: Any
+) -> Callable[[list[Group], Mapping[str, Any]], Optimizer]:
+    return lambda groups, options: kind(groups, **fixed, **options)
+
+
+def _fused(kind: Callable[..., Optimizer]) -> Callable[[list[Group], Mapping[str, Any]], Optimizer]:
+    """One pass over memory instead of ten, where torch has the kernel."""
+
+    def make(groups: list[Group], options: Mapping[str, Any]) -> Optimizer:
+        devices = {parameter.device.type for group in groups for parameter in group["params"]}
+        return kind(groups, fused=devices <= {"cpu", "cuda"}, **options)
+
+    return make
+
+
+def _library(kind: str, **fixed: Any) -> Callable[[list[Group], Mapping[str, Any]], Optimizer]:
+    """An optimizer of pytorch-optimizer over the groups that are its own, AdamW over the others."""
+
+    def make(groups: list[Group], options: Mapping[str, Any]) -> Optimizer:
+        sharded = any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
+        own = [group for group in groups if group["algorithm"] != "adamw"]
+        rest = [group for group in groups if group["algorithm"] == "adamw"]
+        batched = {"foreach": False} if sharded else {}
+        library = library_class(kind)(own, **fixed, **options, **batched)
+        return LibraryOptimizer(library, _fused(torch.optim.AdamW)(rest, {}) if rest else None)
+
+    return make
+
+
+def _spectral(groups: list[Group], options: Mapping[str, Any]) -> Optimizer:
+    return Muon(groups, **options)
+
+
+RECIPES: dict[str, Recipe] = {
+    "adamw": Recipe(
+        {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8},
+        "Loshchilov & Hutter 2019; betas and decay usual for language models",
+        _fused(torch.optim.AdamW),
+    ),
+    "nadamw": Recipe(
+        {"lr": 3e-4, "weight_decay": 0.01, "betas": (0.99, 0.999), "eps": 1e-8, "momentum_decay": 0.004},
+        "the Nesterov correction of AsyncPP (Ajanthan et al. 2025): NAdam with decoupled decay and beta1 0.99",
+        _torch(torch.optim.NAdam, decoupled_weight_decay=True, foreach=True),
+    ),
+    "sgd": Recipe(
+        {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9, "dampening": 0.0, "nesterov": False},
+        "Polyak 1964; decay here is torch's, added to the gradient",
+        _torch(torch.optim.SGD, foreach=True),
+    ),
+    "muon": Recipe(
+        {
+            "lr": 2e-3,
+            "weight_decay": 0.1,
+            "momentum": 0.95,
+            "lookahead": 1,
+            "scale": "match_rms_adamw",
+            "steps": 5,
+        }
+        | _ADAMW_REST,
+        "Jordan et al. 2024; scale and one lr for both parts from Liu et al. 2025",
+        _spectral,
+    ),
+}
+
+
+def build(name: str, module: nn.Module, **options: Any) -> Optimizer:
+    """An optimizer over the trainable parameters of `module`. Options that are None keep their defaults."""
+    recipe = _recipe(name)
+    given = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in options.items()
+        if value is not None
+    }
+    decay = given.pop("decay", "matrices")
+    _check(name, recipe, given, decay)
+    settings = {**recipe.defaults, **given}
+    matrices, rest = split_parameters(module)
+    if not recipe.on_shards and any(isinstance(parameter, DTensor) for parameter in matrices):
+        raise UserError(
+            f"{name} needs whole matrices and these are sharded (DTensor). "
+            "Use muon, adamw or lion with FSDP, or shard the optimizer by whole matrices instead."
+        )
+    lr, weight_decay = settings.pop("lr"), settings.pop("weight_decay")
+    groups: list[Group] = [
+        {"params": matrices, "role": "matrices", "algorithm": name, "lr": lr, "weight_decay": weight_decay},
+        {
+            "params": rest,
+            "role": "rest",
+            "algorithm": name,
+            "lr": lr,
+            "weight_decay": weight_decay if decay == "all" else 0.0,
+        },
+    ]
+    if recipe.for_matrices:
+        adamw = {key.removeprefix("adamw_"): settings.pop(key) for key in _ADAMW_REST}
+        adamw["lr"] = lr if adamw["lr"] is None else adamw["lr"]
+        groups[1] |= {"algorithm": "adamw", **adamw}
+    for group in groups:
+        group["initial_lr"] = group["lr"]
+    return recipe.make(groups, settings)
+
+
+def _recipe(name: str) -> Recipe:
+    if name not in RECIPES:
+        near = difflib.get_close_matches(name, RECIPES, 1) or ["muon"]
+        raise UserError(
+            f"No optimizer is called {name!r}. Did you mean {near[0]!r}? There are {', '.join(RECIPES)}."
+        )
+    return RECIPES[name]
+
+
+def _check(name: str, recipe: Recipe, given: Mapping[str, Any], decay: str) -> None:
+    known = [*recipe.defaults, "decay"]
+    for option in given:
+        if option not in recipe.defaults:
+            near = difflib.get_close_matches(option, known, 1)
+            hint = f"Did you mean {near[0]!r}? " if near else ""
+            raise UserError(f"{name} has no option {option!r}. {hint}It has {', '.join(known)}.")
+    if decay not in ("matrices", "all"):
+        raise UserError(
+            f"decay={decay!r}: set it to 'matrices' (weight decay on hidden matrices only) or 'all'."
+        )
+    if given.get("lr", 1.0) < 0 or given.get("weight_decay", 0.0) < 0:
+        raise UserError(f"{name} needs lr >= 0 and weight_decay >= 0, got {dict(given)}.")

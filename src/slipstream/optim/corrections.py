@@ -1,0 +1,213 @@
+"""What is done about delay: to a stale gradient, to its learning rate, or to the bank that is published.
+
+Update g takes the gradient G_g at a bank that is `delay` updates old, steps the master z, and publishes
+
+    z_{g+1} = Optimizer(z_g, state, G_g)
+    b_{g+1} = z_{g+1}                        unless a correction writes something else.
+
+Invariant: a correction owns no tensors. Whatever it needs (z_g, z_{g+1}, the optimizer's momentum) exists
+already, so a correction adds no persistent memory, works with any optimizer, schedule, decay and clipping, and
+a checkpoint needs nothing from it but scalars. The one object acts in the runtime and in the emulator alike.
+
+`nesterov`, the AsyncPP recipe, is not here because it is an optimizer: `build("nadamw", ...)`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from slipstream.errors import UserError
+from slipstream.optim.velocity import velocity
+
+
+class Correction:
+    """No correction: b_{g+1} = z_{g+1}. Memory: none."""
+
+    name: ClassVar[str] = "none"
+    needs_previous: bool = False  # publish() is given z_g as `old`
+    corrects_gradient: bool = False  # gradient() is called
+
+    def hyperparameters(self, group: int, values: list[dict[str, Any]]) -> None:
+        """Edit the parameter-group values that update `group` will use, in place."""
+
+    def gradient(self, grads: list[Tensor], master: list[Tensor], bank: list[Tensor]) -> None:
+        """Correct `grads`, taken at `bank` while the newest weights are `master`, in place, before the norm."""
+
+    def publish(
+        self,
+        banks: list[Tensor],
+        new: list[Tensor],
+        old: list[Tensor] | None,
+        optimizer: Optimizer,
+        params: list[Parameter],
+        delay: int,
+    ) -> None:
+        """Write `banks` from z_{g+1} (`new`) and z_g (`old`, whose contents may be overwritten; often the banks)."""
+        if banks:
+            torch._foreach_copy_(banks, new)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert not state, f"correction {self.name!r} keeps no state, got {sorted(state)}"
+
+
+class ErrorFeedback(Correction):
+    """b_{g+1} = z_{g+1} + λ d (z_{g+1} - z_g), d the delay.
+
+    Source: arXiv 2606.30634, whose form x_{t+1} = x_t - 2 u_t + u_{t-1} is this one with x the bank and λ = 1;
+    linear weight prediction in weight-difference form (Kosson et al. 2020). Memory: none that lasts. z_g lies in
+    the dying bank where banks have the master's dtype, else in a copy that lives during the update.
+    """
+
+    name = "error_feedback"
+    needs_previous = True
+
+    def __init__(self, lam: float = 1.0) -> None:
+        self.lam = _positive("lam", lam)
+
+    def publish(
+        self,
+        banks: list[Tensor],
+        new: list[Tensor],
+        old: list[Tensor] | None,
+        optimizer: Optimizer,
+        params: list[Parameter],
+        delay: int,
+    ) -> None:
+        assert old is not None, "error feedback publishes from z_g as well"
+        if not banks:
+            return
+        torch._foreach_lerp_(old, new, 1 + self.lam * delay)
+        apart = [(b, o) for b, o in zip(banks, old, strict=True) if b.data_ptr() != o.data_ptr()]
+        if apart:
+            torch._foreach_copy_([b for b, _ in apart], [o for _, o in apart])
+
+
+class MomentumPrediction(Correction):
+    """b_{g+1} = z_{g+1} + λ d v, v the step the optimizer would take next if the gradient brought no news.
+
+    v comes from the momentum alone (`velocity.py`): -lr m for SGD, -lr m̂ / (sqrt(n̂) + eps) for Adam,
+    -lr Orthogonal(m) for Muon. Source: SpecTrain (Chen et al. 2018), XPipe (Guan et al. 2019). Memory: none that
+    lasts; one stage-sized velocity during the update. Muon pays a second Newton-Schulz for it.
+    """
+
+    name = "momentum_prediction"
+
+    def __init__(self, lam: float = 1.0) -> None:
+        self.lam = _positive("lam", lam)
+
+    def publish(
+        self,
+        banks: list[Tensor],
+        new: list[Tensor],
+        old: list[Tensor] | None,
+        optimizer: Optimizer,
+        params: list[Parameter],
+        delay: int,
+    ) -> None:
+        if not banks:
+            return
+        ahead = velocity(optimizer, params)
+        torch._foreach_mul_(ahead, self.lam * delay)
+        torch._foreach_add_(ahead, new)
+        torch._foreach_copy_(banks, ahead)
+
+
+class DelayCompensation(Correction):
+    """G ← G + λ G ⊙ G ⊙ (z_g - b), b the bank the gradient was taken at.
+
+    A first-order Taylor step with the diagonal of G Gᵀ in place of the Hessian. Source: DC-ASGD (Zheng et al.
+    2017), the variant with constant λ. Memory: none that lasts; two copies of one tensor at a time.
+    """
+
+    name = "delay_compensation"
+    corrects_gradient = True
+
+    def __init__(self, lam: float = 0.04) -> None:
+        self.lam = _positive("lam", lam)
+
+    def gradient(self, grads: list[Tensor], master: list[Tensor], bank: list[Tensor]) -> None:
+        for grad, newest, read in zip(grads, master, bank, strict=True):
+            grad.addcmul_(grad.square(), (newest - read).to(grad.dtype), value=self.lam)
+
+
+class LRScaling(Correction):
+    """lr_g ← lr_g (1 + d)^-(1 - p), p = min(1, (g - start) / steps); groups before `start` keep their rate.
+
+    Source: PipeMare (Yang et al. 2021), which divides by d^(1 - p): nothing at delay 1, hence 1 + d.
+    `start` is the length of a synchronous start, where there is no delay to scale for. Memory: none.
+    """
+
+    name = "lr_scaling"
+
+    def __init__(self, steps: int, delay: int = 1, start: int = 0) -> None:
+        self.steps = int(_positive("steps", steps))
+        self.delay = int(_positive("delay", delay))
+        self.start = start
+
+    def factor(self, group: int) -> float:
+        if group < self.start:
+            return 1.0
+        progress = min(1.0, (group - self.start) / self.steps)
+        return (1 + self.delay) ** -(1 - progress)
+
+    def hyperparameters(self, group: int, values: list[dict[str, Any]]) -> None:
+        for value in values:
+            value["lr"] = value["lr"] * self.factor(group)
+
+
+CORRECTIONS: dict[str, type[Correction]] = {
+    kind.name: kind for kind in (Correction, ErrorFeedback, MomentumPrediction, DelayCompensation, LRScaling)
+}
+
+
+def build_correction(spec: str | Correction, **options: Any) -> Correction:
+    """A correction by name. Options: `lam` (error_feedback, momentum_prediction, delay_compensation), `steps`,
+    `delay` and `start` (lr_scaling)."""
+    if isinstance(spec, Correction):
+        if options:
+            raise UserError(
+                f"Options {sorted(options)} come with a ready correction. Give them when it is made."
+            )
+        return spec
+    if spec == "nesterov":
+        raise UserError(
+            "The Nesterov correction is an optimizer: set the optimizer to 'nadamw', the correction to 'none'."
+        )
+    if spec not in CORRECTIONS:
+        near = difflib.get_close_matches(str(spec), CORRECTIONS, 1) or ["error_feedback"]
+        raise UserError(
+            f"No correction is called {spec!r}. Did you mean {near[0]!r}? There are {', '.join(CORRECTIONS)}."
+        )
+    try:
+        return CORRECTIONS[spec](**options)
+    except TypeError as error:
+        given = ", ".join(f"{key}={value}" for key, value in options.items()) or "no options"
+        raise UserError(f"The correction {spec!r} cannot be made with {given}: {error}.") from error
+
+
+def synchronous_groups(start: int, finish: int, total: int) -> Callable[[int], bool]:
+    """Which groups are flushed: the first `start` and the last `finish` of `total`.
+
+    A synchronous start spares the steep first updates from delay, a synchronous finish settles the last ones.
+    """
+    if start < 0 or finish < 0 or start + finish > total:
+        raise UserError(
+            f"A synchronous start of {start} and finish of {finish} updates do not fit into a run of {total}."
+        )
+    return lambda group: group < start or group >= total - finish
+
+
+def _positive(option: str, value: float) -> float:
+    if not value > 0:
+        raise UserError(f"{option}={value} must be above 0. For no correction use the correction 'none'.")
+    return value

@@ -1,0 +1,45 @@
+"""Which parameters are hidden matrices.
+
+A parameter is a hidden matrix if it has two dimensions, or three (experts stacked as [E, out, in]), and is not
+part of an embedding or of the head. That is read off, in this order: the marker `parameter.slipstream_role`
+("matrix", "embedding", "head" or "vector"), the module that holds it, its name.
+
+Invariant: never its position, which depends on how the model was cut into stages.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn import Parameter
+
+_EMBEDDING_WORDS = ("embed", "wte", "wpe")
+_HEAD_NAMES = ("head", "lm_head", "output")
+
+
+def split_parameters(module: nn.Module) -> tuple[list[Parameter], list[Parameter]]:
+    """The trainable parameters of a stage: hidden matrices, and the rest. Each in the module's order, once."""
+    owners = {
+        id(parameter): child for child in module.modules() for parameter in child.parameters(recurse=False)
+    }
+    matrices: list[Parameter] = []
+    rest: list[Parameter] = []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            (matrices if is_matrix(name, parameter, owners[id(parameter)]) else rest).append(parameter)
+    return matrices, rest
+
+
+def is_matrix(name: str, parameter: Parameter, owner: nn.Module) -> bool:
+    role = getattr(parameter, "slipstream_role", None)
+    if role is not None:
+        return role == "matrix"
+    if parameter.ndim not in (2, 3) or isinstance(
+        owner, nn.Embedding | nn.EmbeddingBag | nn.modules.conv._ConvNd
+    ):
+        return False
+    words = name.lower().split(".")
+    if any(part in word for word in words for part in _EMBEDDING_WORDS):
+        return False
+    # `layers.3.attention.output.weight` is a hidden matrix; the model's own head stands outside the layers.
+    in_a_layer = any(word.isdigit() for word in words)
+    return in_a_layer or not any(word in _HEAD_NAMES for word in words)

@@ -1,0 +1,95 @@
+"""The step an optimizer would take next if the next gradient brought no news: its momentum, scaled as a step.
+
+    SGD            -lr m
+    Adam family    -lr (m / (1 - beta1^t)) / (sqrt(n / (1 - beta2^t)) + eps)
+    Lion           -lr sign(m)
+    Muon           -lr scale Orthogonal(m), since the step's size says nothing about the momentum's
+
+Weight decay is left out. An optimizer of our own gives its velocity by a method `velocity(params)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from slipstream.errors import UserError
+
+
+@runtime_checkable
+class HasVelocity(Protocol):
+    def velocity(self, params: Sequence[Parameter]) -> list[Tensor]: ...
+
+
+def velocity(optimizer: Optimizer, params: Sequence[Parameter]) -> list[Tensor]:
+    """One new local tensor for each of `params`."""
+    if isinstance(optimizer, HasVelocity):
+        return optimizer.velocity(params)
+    if type(optimizer) not in _TORCH:
+        raise no_velocity(type(optimizer).__name__)
+    rule = RULES[_TORCH[type(optimizer)]]
+    return [rule(group, state) for group, state in groups_and_states(optimizer, params)]
+
+
+def no_velocity(name: str) -> UserError:
+    return UserError(
+        f"momentum_prediction does not know the momentum of {name}. "
+        "Use it with adamw, nadamw, lion, mars, sgd or muon, or set the correction to 'error_feedback', which fits any optimizer."
+    )
+
+
+def groups_and_states(
+    optimizer: Optimizer, params: Sequence[Parameter]
+) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
+    """The parameter group and the state of each of `params`, in order."""
+    group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in params:
+        state = optimizer.state.get(parameter)
+        if not state:
+            raise UserError(
+                "momentum_prediction needs the optimizer state of every parameter, and this rank has none for one "
+                f"of shape {tuple(parameter.shape)} (optimizer state sharded over data ranks?). "
+                "Set the correction to 'error_feedback', or do not shard the optimizer."
+            )
+        yield group_of[parameter], state
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sgd_velocity(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
+    if state.get("momentum_buffer") is None:
+        raise UserError("momentum_prediction needs momentum: set the momentum of sgd above 0.")
+    return local(state["momentum_buffer"]) * -group["lr"]
+
+
+def adam_velocity(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
+    beta1, beta2 = group["betas"][:2]
+    step = float(state["step"])
+    denominator = local(state["exp_avg_sq"]).div(1 - beta2**step).sqrt_().add_(group["eps"])
+    return local(state["exp_avg"]).div(denominator).mul_(-group["lr"] / (1 - beta1**step))
+
+
+def lion_velocity(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
+    return torch.sign(local(state["exp_avg"])).mul_(-group["lr"])
+
+
+RULES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Tensor]] = {
+    "sgd": sgd_velocity,
+    "adamw": adam_velocity,
+    "mars": adam_velocity,
+    "lion": lion_velocity,
+}
+_TORCH = {
+    torch.optim.SGD: "sgd",
+    torch.optim.Adam: "adamw",
+    torch.optim.AdamW: "adamw",
+    torch.optim.NAdam: "adamw",
+}
