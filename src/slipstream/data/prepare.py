@@ -92,7 +92,7 @@ def _scan(documents: Documents, recipe: Recipe, split: bool, progress: Progress)
     heap: list[tuple[float, int, str]] = []  # the largest hash on top
     wanted = recipe.sample_bytes if recipe.tokenizer is None else 0
     for text in documents():
-        place, size = _place(text), len(text.encode(errors="surrogatepass"))
+        place, size = _place(text), len(text.encode())
         least = min(least, place)
         if wanted and not (split and place <= recipe.valid_fraction):
             heapq.heappush(heap, (-place, count, text))
@@ -114,7 +114,7 @@ def _scan(documents: Documents, recipe: Recipe, split: bool, progress: Progress)
 
 def _place(text: str) -> float:
     """A document's hash as a number in [0, 1)."""
-    digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+    digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:6], "little") / 2**48
 
 
@@ -141,7 +141,7 @@ def _write(
     for split, text, ids in _encode(marked(), tokenizer):
         writers[split].add(ids)
         counts[split] += 1
-        done += len(text.encode(errors="surrogatepass"))
+        done += len(text.encode())
         progress("encoding", done, max(done, scan.bytes))
     for split, writer in writers.items():
         writer.close()

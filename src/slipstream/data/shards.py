@@ -60,7 +60,7 @@ def open_shard(path: Path) -> Tokens:
     expected = HEADER_BYTES + count * dtype.itemsize
     if count < 0 or size != expected:
         raise DataError(
-            f"{path} is damaged: its header announces {count} tokens, so {expected} bytes, but it has {size}. "
+            f"{path} is damaged: its header says {count} tokens ({expected} bytes), but it has {size} bytes. "
             "Copy it again, or make it again with `slipstream data prepare`."
         )
     if count == 0:
@@ -94,7 +94,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def fingerprint(paths: Sequence[Path]) -> str:
-    """sha256 of sizes and contents. Above 64 MiB in all, contents are sampled: 64 blocks of 64 KiB a shard."""
+    """sha256 of sizes and contents; above 64 MiB in all, of 64 blocks of 64 KiB of each shard."""
     digest = hashlib.sha256()
     everything = sum(path.stat().st_size for path in paths) <= _FULL_HASH_BYTES
     for path in paths:

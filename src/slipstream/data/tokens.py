@@ -60,7 +60,7 @@ class TokenDataset:
         self.mask_document_ends = mask_document_ends
         if self.num_windows == 0:
             raise DataError(
-                f"{self.folder} has {self.num_tokens} {split} tokens: too few for one sequence of {sequence}. "
+                f"{self.folder} has {self.num_tokens} {split} tokens, too few for a sequence of {sequence}. "
                 "Add text, or set data.sequence lower."
             )
         if mask_document_ends and self.end_of_document is None:
@@ -139,7 +139,7 @@ def permute(index: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArr
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijective scrambling of 64 bits (multiply and shift), so that every input bit reaches the low ones."""
+    """Scramble 64 bits so that every bit of the input reaches the low bits of the output."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -159,7 +159,7 @@ class Prefetch(Generic[T]):
         self._thread.start()
 
     def get(self, group: int) -> T:
-        assert group == self._next and not self._closed.is_set(), (group, self._next)
+        assert group == self._next, f"groups come in order: {self._next} is next, not {group}"
         got, result, error = self._results.get()
         assert got == group, (got, group)
         if error is not None:

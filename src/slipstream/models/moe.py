@@ -1,7 +1,7 @@
 """Routed experts: each token goes to its top-k experts, weighted by their normalised probabilities.
 
     p = softmax(router(x));   y = sum over e in top-k(p) of p_e / sum(p_top-k) * expert_e(x)
-    balance loss  = E * sum_e f_e * mean(p_e)      f_e: share of all assignments that went to expert e; 1 at balance
+    balance loss  = E * sum_e f_e * mean(p_e),   f_e the share of assignments expert e got; 1 at balance
     router z loss = mean(logsumexp(router logits)^2)
 
 No token is dropped and no expert is padded: rows are sorted by expert and multiplied group by group in

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -155,7 +156,7 @@ def _role(name: str, parameter: nn.Parameter) -> str:
 
 @torch.no_grad()
 def initialise(stage: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Normal weights of `init_std`, the two matrices that write into the residual scaled by 1/sqrt(2 layers)."""
+    """Normal weights of `init_std`; matrices that write into the residual are scaled by 1/sqrt(2 layers)."""
     for name, parameter in stage.named_parameters():
         if parameter.ndim == 1:
             parameter.fill_(1.0)
@@ -172,8 +173,7 @@ def initialise(stage: nn.Module, config: ModelConfig, seed: int) -> None:
 def split(
     config: ModelConfig, num_stages: int, boundaries: Sequence[int] | None = None, sequence: int = 1024
 ) -> list[range]:
-    """The layers of each stage: by `boundaries` (first layers of stages 1, 2, ...), else the contiguous
-    split whose costliest stage is cheapest; the head counts, the lookup of the embedding is nearly free."""
+    """The layers of each stage: cut at `boundaries` (the first layers of stages 1, 2, ...), or balanced."""
     if not 1 <= num_stages <= config.layers:
         raise UserError(
             f"{config.layers} layers cannot form {num_stages} stages of at least one layer. "
@@ -182,32 +182,25 @@ def split(
     if boundaries is None:
         boundaries = _balanced(config, num_stages, sequence)
     edges = [0, *boundaries, config.layers]
-    if len(edges) != num_stages + 1 or any(a >= b for a, b in zip(edges, edges[1:], strict=False)):
+    if len(edges) != num_stages + 1 or any(a >= b for a, b in pairwise(edges)):
         raise UserError(
-            f"pipeline.boundaries {list(boundaries)} do not cut {config.layers} layers into {num_stages} stages. "
-            f"List {num_stages - 1} increasing layer numbers between 1 and {config.layers - 1}."
+            f"pipeline.boundaries {list(boundaries)} do not cut {config.layers} layers into {num_stages} "
+            f"stages. List {num_stages - 1} increasing layer numbers between 1 and {config.layers - 1}."
         )
-    return [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(edges)]
 
 
 def _balanced(config: ModelConfig, num_stages: int, sequence: int) -> list[int]:
-    """Boundaries that minimise the largest stage, and among those the largest of the stages before, ..."""
+    """Boundaries whose costliest stage is cheapest. All layers cost the same, the head sits on the last
+    stage and the embedding is a lookup, so only the size of the last stage is open."""
     layer = layer_cost(config, sequence).forward_flops
     head = head_cost(config).forward_flops
-    # The head is on the last stage alone, and all layers cost the same: try every size of the last stage.
-    best: tuple[float, list[int]] | None = None
-    for last in range(1, config.layers - num_stages + 2):
-        others = _even(config.layers - last, num_stages - 1)
-        worst = max([layer * last + head, *(layer * size for size in others)])
-        if num_stages == 1:
-            return []
-        edges = [sum(others[: i + 1]) for i in range(num_stages - 1)]
-        if best is None or worst < best[0]:
-            best = (worst, edges)
-    assert best is not None
-    return best[1]
+    if num_stages == 1:
+        return []
 
+    def costliest(last: int) -> float:
+        return max(layer * last + head, layer * math.ceil((config.layers - last) / (num_stages - 1)))
 
-def _even(layers: int, stages: int) -> list[int]:
-    """Sizes that differ by at most one, the larger first."""
-    return [] if stages == 0 else [layers // stages + (i < layers % stages) for i in range(stages)]
+    last = min(range(1, config.layers - num_stages + 2), key=costliest)
+    size, longer = divmod(config.layers - last, num_stages - 1)
+    return [size * i + min(i, longer) for i in range(1, num_stages)]

@@ -1,0 +1,125 @@
+"""`slipstream data`: make token shards out of text, and look into them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Turn text into token shards; look into shards.",
+)
+
+
+@app.command()
+def prepare(
+    inputs: Annotated[
+        list[Path], typer.Argument(help=".txt, .jsonl (also .xz, .gz, .zst) or .parquet files.")
+    ],
+    out: Annotated[Path, typer.Option(help="The folder to make.")],
+    vocab: Annotated[int, typer.Option(help="Size of the BPE vocabulary to train.")] = 16384,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json to use instead.")] = None,
+    valid: Annotated[list[Path] | None, typer.Option(help="Validation file; may be repeated.")] = None,
+    valid_fraction: Annotated[float, typer.Option(help="Share of documents set aside otherwise.")] = 0.01,
+    separator: Annotated[str, typer.Option(help="form-feed, blank-line, line or none.")] = "form-feed",
+    field: Annotated[str, typer.Option(help="The text's name in .jsonl and .parquet.")] = "text",
+    sample_mb: Annotated[int, typer.Option(help="Text to train the tokenizer on, in MB.")] = 64,
+    max_expansion: Annotated[
+        float, typer.Option(help="Refuse files that unpack to more times this.")
+    ] = 100.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Tokenise text into shards, split into train and validation by document."""
+    from slipstream.data.documents import Reading, check_inputs, read_documents
+    from slipstream.data.prepare import Recipe
+    from slipstream.data.prepare import prepare as run
+
+    reading = Reading(separator, field, max_expansion)
+    check_inputs([*inputs, *(valid or ())], reading)
+    recipe = Recipe(vocab, tokenizer, valid_fraction, sample_bytes=sample_mb << 20)
+    started = time.monotonic()
+    with _Bar() as bar:
+        meta = run(
+            lambda: read_documents(inputs, reading),
+            out,
+            recipe,
+            valid=(lambda: read_documents(valid, reading)) if valid else None,
+            progress=bar,
+        )
+    summary = {"folder": str(out), "seconds": round(time.monotonic() - started, 1), **meta}
+    _print_summary(summary, as_json)
+
+
+@app.command()
+def show(
+    folder: Annotated[Path, typer.Argument(help="A folder of shards.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What a folder of shards holds; every header is checked."""
+    from slipstream.data.shards import find_shards, fingerprint, open_shard, read_meta
+
+    train, valid = find_shards(folder, "train"), find_shards(folder, "valid")
+    tokens = {
+        name: sum(len(open_shard(path)) for path in paths)
+        for name, paths in (("train", train), ("valid", valid))
+    }
+    meta = read_meta(folder)
+    summary = {**meta, "folder": str(folder), "tokens": tokens, "fingerprint": fingerprint([*train, *valid])}
+    _print_summary(summary, as_json)
+
+
+def _print_summary(summary: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(summary))
+        return
+    console = Console(highlight=False)
+    console.print(f"[bold]{summary['folder']}[/]", soft_wrap=True)
+    for name in ("vocab", "end_of_document", "documents", "tokens", "bytes", "seconds", "fingerprint"):
+        value = summary.get(name)
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {count:,}" for key, count in value.items())
+        elif isinstance(value, int):
+            value = f"{value:,}"
+        if value is not None:
+            console.print(f"  {name.replace('_', ' '):16} {value}", soft_wrap=True)
+
+
+class _Bar:
+    """A rich progress bar on stderr fed by (what, bytes so far, bytes in all)."""
+
+    def __init__(self) -> None:
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[size]}"),
+        )
+        self.progress = Progress(
+            *columns, TimeElapsedColumn(), console=Console(stderr=True), disable=not sys.stderr.isatty()
+        )
+        self.task = self.progress.add_task("starting", total=None, size="")
+        self.shown = ""
+        self.drawn = 0.0
+
+    def __enter__(self) -> _Bar:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        now = time.monotonic()
+        if what == self.shown and now - self.drawn < 0.1 and done != total:
+            return
+        self.shown, self.drawn = what, now
+        size = f"{done / 1e6:,.0f} MB" if done else ""
+        self.progress.update(self.task, description=what, completed=done, total=total, size=size)

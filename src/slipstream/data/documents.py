@@ -1,0 +1,177 @@
+"""Documents out of files: .txt, .jsonl and .parquet, the first two also as .xz, .gz or .zst.
+
+Text is cut into documents at separator lines; a JSON line or a table row is one document. Empty
+documents are left out. Decompression is capped: a small file that unpacks without end is refused.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import lzma
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+from slipstream.errors import DataError
+
+SEPARATORS = ("form-feed", "blank-line", "line", "none")
+_PACKED = (".xz", ".gz", ".zst")
+_PLAIN = (".txt", ".jsonl", ".parquet")
+_FREE_BYTES = 64 << 20  # below this size no ratio is suspicious
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How to cut files into documents.
+
+    `separator`: "form-feed" (a line holding one form feed; a file without any is one document),
+    "blank-line", "line" (each line a document) or "none" (each file a document).
+    `max_expansion`: refuse a packed file that grows beyond this many times its size.
+    """
+
+    separator: str = "form-feed"
+    field: str = "text"  # of .jsonl and .parquet
+    max_expansion: float = 100.0
+
+
+def read_documents(paths: Sequence[Path], reading: Reading) -> Iterator[str]:
+    """Every non-empty document of the files, in order."""
+    for path in paths:
+        yield from (text for text in _of_file(path, reading) if text.strip())
+
+
+def check_inputs(paths: Sequence[Path], reading: Reading) -> None:
+    """Refuse at once what would fail after minutes of reading."""
+    if reading.separator not in SEPARATORS:
+        raise DataError(f"There is no separator '{reading.separator}'. Choose {', '.join(SEPARATORS)}.")
+    for path in paths:
+        if not path.is_file():
+            raise DataError(f"There is no file {path}.")
+        if path.stat().st_size == 0:
+            raise DataError(f"{path} is empty.")
+        if _kind(path) not in _PLAIN:
+            raise DataError(
+                f"{path} is of an unknown kind. Known: .txt and .jsonl (also with .xz, .gz, .zst), .parquet."
+            )
+
+
+def _kind(path: Path) -> str:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in _PACKED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def _of_file(path: Path, reading: Reading) -> Iterator[str]:
+    if _kind(path) == ".parquet":
+        yield from _of_parquet(path, reading.field)
+        return
+    try:
+        with _open_binary(path) as raw:
+            capped = _Capped(raw, path, reading.max_expansion)
+            lines = io.TextIOWrapper(io.BufferedReader(capped, 1 << 20), encoding="utf-8")
+            if _kind(path) == ".jsonl":
+                yield from _of_json_lines(path, lines, reading.field)
+            else:
+                yield from _of_text(lines, reading.separator)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 ({error}). Convert it first.") from error
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise DataError(f"{path} cannot be read: {error}. It may be cut short or of another kind.") from error
+
+
+def _open_binary(path: Path) -> IO[bytes]:
+    match path.suffix.lower():
+        case ".xz":
+            return lzma.open(path)
+        case ".gz":
+            return gzip.open(path)  # pyright: ignore[reportReturnType]
+        case ".zst":
+            zstandard = _optional("zstandard", path)
+            return zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(path.open("rb"))
+    return path.open("rb")
+
+
+def _optional(module: str, path: Path) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise DataError(f"Reading {path} needs `{module}`: install slipstream with [data].") from error
+
+
+class _Capped(io.RawIOBase):
+    """A readable stream that refuses to grow beyond `max_expansion` times the file."""
+
+    def __init__(self, inner: IO[bytes], path: Path, max_expansion: float) -> None:
+        self.inner, self.path = inner, path
+        self.limit = max(_FREE_BYTES, int(max_expansion * path.stat().st_size))
+        self.count = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.inner.read(len(buffer))
+        buffer[: len(data)] = data
+        self.count += len(data)
+        if self.count > self.limit:
+            raise DataError(
+                f"{self.path} unpacks to more than {self.limit} bytes from {self.path.stat().st_size}. "
+                "If that is meant, raise --max-expansion."
+            )
+        return len(data)
+
+
+def _of_text(lines: Iterator[str] | io.TextIOWrapper, separator: str) -> Iterator[str]:
+    boundary = {"form-feed": "\f", "blank-line": ""}.get(separator)
+    held: list[str] = []
+    for line in lines:
+        if separator == "line":
+            yield line.rstrip("\n")
+        elif boundary is not None and line.rstrip("\n") == boundary:
+            yield "".join(held).removesuffix("\n")
+            held = []
+        else:
+            held.append(line)
+    yield "".join(held)
+
+
+def _of_json_lines(path: Path, lines: io.TextIOWrapper, field: str) -> Iterator[str]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {number} is not JSON: {error}.") from error
+        text = record.get(field) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            keys = ", ".join(list(record)[:8]) if isinstance(record, dict) else type(record).__name__
+            raise DataError(
+                f"{path}, line {number} has no text under '{field}' (it has: {keys}). Set --field."
+            )
+        # JSON may escape half a surrogate pair, which no encoding of text can hold.
+        yield text.encode("utf-8", "replace").decode()
+
+
+def _of_parquet(path: Path, field: str) -> Iterator[str]:
+    parquet = _optional("pyarrow.parquet", path)
+    arrow = import_module("pyarrow")
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if field not in names:
+                raise DataError(
+                    f"{path} has no column '{field}' (it has: {', '.join(names[:8])}). Set --field."
+                )
+            for batch in file.iter_batches(batch_size=1024, columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    if text is not None and not isinstance(text, str):
+                        raise DataError(f"Column '{field}' of {path} holds {type(text).__name__}, not text.")
+                    yield text or ""
+    except (OSError, arrow.ArrowException) as error:
+        raise DataError(f"{path} cannot be read: {error}. It may be cut short or of another kind.") from error
