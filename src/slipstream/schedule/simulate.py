@@ -1,82 +1,155 @@
-"""Schedule + Costs -> Timeline: when each action runs, and what follows from it.
+"""Schedule + Costs -> Timeline: when each action runs.
 
 An action starts when its rank is free, its input has arrived and the weights it reads are published:
 
-    start = max(rank free, arrival of F from stage-1 or of B from stage+1, publication of the version)
+    start = max(rank free, arrival of F from stage-1 or of the gradient from stage+1, publication)
 
 Sends never block and receives are posted ahead, so a link costs time only to the one who waits for it.
-Invariant: times are those of the infinite schedule for every action but the last group's drain.
+Invariant: a start depends on earlier actions alone, so a longer run has the same times where both have an
+action, and the times up to a group's update are those of the infinite schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from math import inf
-from typing import NamedTuple
+import random
 
-from slipstream.errors import UserError
-from slipstream.schedule.actions import Action
+from slipstream.schedule.actions import Kind, Schedule
+from slipstream.schedule.costs import Costs, StageCosts, spread
+from slipstream.schedule.timeline import Span, Timeline
+
+__all__ = ["Costs", "Deadlock", "Span", "Timeline", "simulate"]
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Seconds (or any unit) of each action: one number for all stages, or one per stage.
+class Deadlock(Exception):
+    """Every rank that is not done waits for something no one will send: `stuck[rank]` is its position."""
 
-    A stage here is what one rank holds; a schedule with v chunks per rank splits each cost in v, unless a
-    cost is given for every chunk. The two halves of a split backward default to half of `backward` each.
-    `latency` may be given per link (P-1 numbers). `update` occupies the rank; `update_latency` is the
-    chain of reductions after it that only delays the publication of the new weights. `jitter` is the
-    relative standard deviation of every duration, drawn from `seed`.
+    def __init__(self, stuck: dict[int, int]) -> None:
+        super().__init__(f"ranks {sorted(stuck)} wait for ever")
+        self.stuck = stuck
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Run the schedule on the clock. Raises `Deadlock` for an order that cannot be run."""
+    costs = costs or Costs()
+    durations = _durations(schedule, costs, spread(costs, schedule))
+    starts, ends = _run(schedule, durations, spread(costs, schedule), costs.update_latency)
+    return Timeline(schedule.ranks, starts, ends)
+
+
+def _durations(schedule: Schedule, costs: Costs, per_stage: StageCosts) -> list[list[float]]:
+    table = per_stage.duration
+    durations = [[table[action[0]][action[1]] for action in actions] for actions in schedule.ranks]
+    if costs.jitter:
+        draw = random.Random(costs.seed).gauss
+        durations = [[d * max(0.0, 1.0 + draw(0.0, costs.jitter)) for d in row] for row in durations]
+    return durations
+
+
+def _run(
+    schedule: Schedule, durations: list[list[float]], per_stage: StageCosts, update_latency: float
+) -> tuple[tuple[list[float], ...], tuple[list[float], ...]]:
+    """The event loop: run a rank until it lacks something, and take it up again when that is there.
+
+    `arrived` and `published` hold the time of an event, or None before it is known, or a tuple of ranks
+    that wait for it: the one who makes the event known wakes them.
     """
+    forward, backward, backward_input = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT
+    update, weight = Kind.UPDATE, Kind.BACKWARD_WEIGHT
+    m, last = schedule.microbatches, schedule.model_stages - 1
+    latency, transfer = per_stage.latency, per_stage.transfer
+    total = m * schedule.groups
+    # Inputs of a stage, by global microbatch: activations from below, gradients from above.
+    activations: list[list] = [[None] * total for _ in range(last + 1)]
+    gradients: list[list] = [[None] * total for _ in range(last + 1)]
+    link_up, link_down = [0.0] * (last + 1), [0.0] * (last + 1)  # when the link out of a stage is free
+    published = _Publications(schedule, update_latency)
 
-    forward: float | Sequence[float] = 1.0
-    backward: float | Sequence[float] = 2.0
-    backward_input: float | Sequence[float] | None = None
-    backward_weight: float | Sequence[float] | None = None
-    update: float | Sequence[float] = 0.0
-    update_latency: float = 0.0
-    latency: float | Sequence[float] = 0.0
-    message_bytes: float = 0.0
-    bandwidth: float = inf  # bytes per second
-    jitter: float = 0.0
-    seed: int = 0
+    starts: tuple[list[float], ...] = tuple([0.0] * len(row) for row in schedule.ranks)
+    ends: tuple[list[float], ...] = tuple([0.0] * len(row) for row in schedule.ranks)
+    position = [0] * len(schedule.ranks)
+    runnable = list(range(len(schedule.ranks)))[::-1]
+    while runnable:
+        rank = runnable.pop()
+        actions, lasts = schedule.ranks[rank], durations[rank]
+        rank_starts, rank_ends = starts[rank], ends[rank]
+        i = position[rank]
+        clock = rank_ends[i - 1] if i else 0.0
+        while i < len(actions):
+            kind, stage, microbatch, group, version = actions[i]
+            if kind is not update:
+                known = published.times[stage].get(version, ())
+                if type(known) is tuple:
+                    published.times[stage][version] = (*known, rank)
+                    break
+                if known > clock:
+                    clock = known
+                k = group * m + microbatch
+                if kind is weight:
+                    box = None
+                elif kind is forward:
+                    box = activations[stage] if stage else None
+                else:
+                    box = gradients[stage] if stage != last else None
+                if box is not None:
+                    arrival = box[k]
+                    if arrival is None:
+                        box[k] = (rank,)
+                        break
+                    if arrival > clock:
+                        clock = arrival
+            rank_starts[i] = clock
+            clock += lasts[i]
+            rank_ends[i] = clock
+            i += 1
+            if kind is forward:
+                if stage != last:
+                    box = activations[stage + 1]
+                    free = max(clock, link_up[stage]) + transfer
+                    link_up[stage] = free
+                    if box[k] is not None:
+                        runnable.extend(box[k])
+                    box[k] = free + latency[stage]
+            elif kind is backward or kind is backward_input:
+                if stage:
+                    box = gradients[stage - 1]
+                    free = max(clock, link_down[stage]) + transfer
+                    link_down[stage] = free
+                    if box[k] is not None:
+                        runnable.extend(box[k])
+                    box[k] = free + latency[stage - 1]
+            elif kind is update:
+                runnable.extend(published.add(stage, version, clock))
+        position[rank] = i
+    stuck = {rank: i for rank, i in enumerate(position) if i < len(schedule.ranks[rank])}
+    if stuck:
+        raise Deadlock(stuck)
+    return starts, ends
 
 
-class Span(NamedTuple):
-    """One action on the clock, predicted or measured, in seconds."""
+class _Publications:
+    """When each stage's weight versions become readable. Stages that share updates publish together."""
 
-    rank: int
-    action: Action
-    start: float
-    end: float
+    def __init__(self, schedule: Schedule, update_latency: float) -> None:
+        stages = range(schedule.model_stages)
+        # stage -> version -> time, or the ranks that wait for it
+        self.times: list[dict] = [{None: 0.0, 0: 0.0} for _ in stages]
+        self._latency = update_latency
+        self._shared = schedule.shared_update
+        self._done: dict[int, list[float]] = {}
 
-
-@dataclass(frozen=True)
-class Timeline:
-    """When every action ran. The simulator and the running system both make one."""
-
-    ranks: tuple[tuple[Action, ...], ...]
-    starts: tuple[Sequence[float], ...]
-    ends: tuple[Sequence[float], ...]
-
-    @classmethod
-    def from_spans(cls, spans: Iterable[Span]) -> Timeline:
-        """A timeline of measured spans, in any order."""
-        ordered = sorted(spans, key=lambda span: (span.rank, span.start, span.end))
-        if not ordered:
-            raise UserError("A timeline needs at least one span.")
-        rows: list[list[Span]] = [[] for _ in range(ordered[-1].rank + 1)]
-        for span in ordered:
-            rows[span.rank].append(span)
-        return cls(
-            ranks=tuple(tuple(span.action for span in row) for row in rows),
-            starts=tuple([span.start for span in row] for row in rows),
-            ends=tuple([span.end for span in row] for row in rows),
+    def add(self, stage: int, version: int | None, end: float) -> list[int]:
+        """Note an update's end; return the ranks that can go on."""
+        if not self._shared:
+            return self._publish([stage], version, end)
+        ends = self._done.setdefault(version or 0, [])
+        ends.append(end)
+        return (
+            self._publish(range(len(self.times)), version, max(ends)) if len(ends) == len(self.times) else []
         )
 
-    @cached_property
-    def spans(self) -> tuple[Span, ...]:
-        rows = zip(self.ranks, self.starts, self.ends, strict=True)
-        return tuple(Span(rank, *entry) for rank, row in enumerate(rows) for entry in zip(*row, strict=True))
+    def _publish(self, stages, version: int | None, end: float) -> list[int]:
+        woken: list[int] = []
+        for stage in stages:
+            woken.extend(self.times[stage].get(version, ()))
+            self.times[stage][version] = end + self._latency
+        return woken

@@ -11,8 +11,12 @@ version counts the stage's updates. Mismatch is the backward's version minus the
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, NamedTuple
+
+from slipstream.schedule.actions import Action, Kind, Schedule, Weights
 
 
 class Read(NamedTuple):
@@ -27,3 +31,95 @@ def reads(group: int, synchronous: Callable[[int], bool], delay: int = 1) -> Rea
     if group == 0 or synchronous(group) or synchronous(group - 1):
         return Read("master", group)
     return Read("bank", max(group - delay, 0))
+
+
+class Gradient(NamedTuple):
+    """What one microbatch's gradient on one stage was made of: versions count the stage's updates."""
+
+    stage: int
+    group: int
+    microbatch: int
+    forward: int  # the version its forward read
+    backward: int  # the version its backward read
+    update: int  # the update it feeds, which is also the version it is applied to
+
+    @property
+    def delay(self) -> int:
+        return self.update - self.forward
+
+    @property
+    def mismatch(self) -> int:
+        return self.backward - self.forward
+
+
+def with_versions(schedule: Schedule) -> Schedule:
+    """The schedule with each action's version filled in by the rule its `weights` names."""
+    rule = schedule.weights
+    ranks = []
+    for actions in schedule.ranks:
+        updates: defaultdict[int, int] = defaultdict(int)  # stage -> updates done
+        stash: dict[tuple[int, int, int | None], int] = {}
+        row = []
+        for kind, stage, microbatch, group, _ in actions:
+            if kind is Kind.UPDATE:
+                updates[stage] += 1
+                version = updates[stage]
+            elif rule is Weights.BANKS:
+                version = reads(group, _never).index
+            elif rule is Weights.STASH:
+                version = stash.setdefault((stage, group, microbatch), updates[stage])
+            else:
+                version = updates[stage]
+            row.append(Action(kind, stage, microbatch, group, version))
+        ranks.append(tuple(row))
+    return replace(schedule, ranks=tuple(ranks))
+
+
+def _never(group: int) -> bool:
+    return False
+
+
+def gradients(schedule: Schedule) -> list[Gradient]:
+    """Every gradient that reaches an update: the two versions it was computed on and the update it feeds."""
+    found = []
+    for actions in schedule.ranks:
+        forwards: dict[tuple[int, int, int | None], int] = {}
+        waiting: defaultdict[int, list[Action]] = defaultdict(list)
+        for action in actions:
+            kind, stage, microbatch, group, version = action
+            if kind is Kind.FORWARD:
+                forwards[stage, group, microbatch] = version or 0
+            elif kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                waiting[stage].append(action)
+            elif kind is Kind.UPDATE:
+                applied_to = (version or 0) - 1
+                for backward in waiting.pop(stage, ()):
+                    key = (stage, backward.group, backward.microbatch)
+                    found.append(
+                        Gradient(
+                            stage,
+                            backward.group,
+                            backward.microbatch or 0,
+                            forwards[key],
+                            backward.version or 0,
+                            applied_to,
+                        )
+                    )
+    return found
+
+
+def delay(schedule: Schedule) -> tuple[int, ...]:
+    """The largest delay of each model stage: 0 when flushed, 1 for 2BW, P-1-s for PipeDream."""
+    return _largest(schedule, lambda gradient: gradient.delay)
+
+
+def mismatch(schedule: Schedule) -> tuple[int, ...]:
+    """The most updates between a forward and its backward, per model stage: 0 wherever weights are kept."""
+    return _largest(schedule, lambda gradient: gradient.mismatch)
+
+
+def _largest(schedule: Schedule, measure: Callable[[Gradient], int]) -> tuple[int, ...]:
+    worst = [0] * schedule.model_stages
+    for gradient in gradients(schedule):
+        worst[gradient.stage] = max(worst[gradient.stage], measure(gradient))
+    return tuple(worst)

@@ -1,0 +1,112 @@
+"""What each action costs: one frozen value, checked and spread over the stages of a schedule in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import inf, isnan
+from typing import NamedTuple
+
+from slipstream.errors import UserError
+from slipstream.schedule.actions import Kind, Schedule
+
+PerStage = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds (or any unit) of each action: one number for all stages, or one per stage.
+
+    A stage here is what one rank holds; a schedule with v chunks per rank splits each cost in v, unless a
+    cost is given for every model stage. A split backward costs half of `backward` for each half unless told.
+    `latency` may be given per link (P-1 numbers); a message also takes message_bytes / bandwidth, one at a
+    time per link and direction. `update` occupies the rank; `update_latency` is what must still happen
+    between the last stage's update and the publication of the weights (reductions, the global norm) and
+    occupies no one. `jitter` is the relative standard deviation of every duration, drawn from `seed`.
+    """
+
+    forward: PerStage = 1.0
+    backward: PerStage = 2.0
+    backward_input: PerStage | None = None
+    backward_weight: PerStage | None = None
+    update: PerStage = 0.0
+    update_latency: float = 0.0
+    latency: PerStage = 0.0
+    message_bytes: float = 0.0
+    bandwidth: float = inf  # bytes per second
+    jitter: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            numbers = value if isinstance(value, Sequence) else () if value is None else (value,)
+            if any(isnan(number) or number < 0 for number in numbers):
+                raise UserError(f"The cost {field.name} must not be negative, but it is {value}.")
+            if field.name != "bandwidth" and inf in numbers:
+                raise UserError(f"The cost {field.name} must be finite, but it is {value}.")
+        if self.bandwidth == 0:
+            raise UserError("The bandwidth must be above 0 bytes per second. Leave it out for no limit.")
+
+
+class StageCosts(NamedTuple):
+    """`Costs` spread over the model stages of one schedule."""
+
+    duration: dict[Kind, list[float]]  # by kind, then model stage
+    latency: list[float]  # edge e joins model stages e and e+1; 0 within a rank
+    transfer: float  # seconds one message holds its link
+
+
+def spread(costs: Costs, schedule: Schedule) -> StageCosts:
+    """One number per model stage and per edge between model stages."""
+    forward = _per_stage("forward", costs.forward, schedule)
+    half_input, half_weight = costs.backward_input, costs.backward_weight
+    backward = _per_stage("backward", costs.backward, schedule)
+    if half_input is not None and half_weight is not None:
+        inputs = _per_stage("backward_input", half_input, schedule)
+        weights = _per_stage("backward_weight", half_weight, schedule)
+        backward = [i + w for i, w in zip(inputs, weights, strict=True)]
+    elif half_input is None and half_weight is None:
+        inputs = weights = [b / 2 for b in backward]
+    else:
+        raise UserError("Give both backward_input and backward_weight, or neither (each is then half).")
+    return StageCosts(
+        duration={
+            Kind.FORWARD: forward,
+            Kind.BACKWARD: backward,
+            Kind.BACKWARD_INPUT: inputs,
+            Kind.BACKWARD_WEIGHT: weights,
+            Kind.UPDATE: _per_stage("update", costs.update, schedule),
+        },
+        latency=_per_edge(costs.latency, schedule),
+        transfer=costs.message_bytes / costs.bandwidth,
+    )
+
+
+def _per_stage(name: str, value: PerStage, schedule: Schedule) -> list[float]:
+    chunks, total = schedule.chunks, schedule.model_stages
+    if not isinstance(value, Sequence):
+        return [value / chunks] * total
+    if len(value) == total:
+        return list(map(float, value))
+    if len(value) == schedule.stages:
+        placement = schedule.placement()
+        return [value[placement[stage]] / chunks for stage in range(total)]
+    raise UserError(
+        f"{len(value)} values of {name} do not fit {schedule.stages} stages: give 1 or {schedule.stages}."
+    )
+
+
+def _per_edge(latency: PerStage, schedule: Schedule) -> list[float]:
+    links = schedule.stages - 1
+    if not isinstance(latency, Sequence):
+        latency = [latency] * links
+    elif len(latency) != links:
+        raise UserError(f"{len(latency)} latencies do not fit {links} links: give 1 or {links}.")
+    placement = schedule.placement()
+    edges = []
+    for stage in range(schedule.model_stages - 1):
+        low, high = sorted((placement[stage], placement[stage + 1]))
+        # An interleaved schedule wraps from the last rank to the first: over the slowest link there is.
+        edges.append(0.0 if low == high else latency[low] if high == low + 1 else max(latency))
+    return edges

@@ -1,0 +1,130 @@
+"""The figures of a schedule in its steady state, as tables and the planner want them: one number per rank.
+
+A time per update becomes affine in m once the pipeline is full, T(m + P) - T(m) = const, so a large m is
+extrapolated from smaller ones as soon as three of them lie on a line; groups are simulated until two in a
+row take equally long.
+
+All figures are per stage in the sense of one rank: a schedule with v chunks per rank counts a chunk's
+activations as 1/v, so that schedules compare at equal model and equal number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from slipstream.schedule import occupancy, staleness
+from slipstream.schedule.actions import Schedule
+from slipstream.schedule.generate import build, canonical
+from slipstream.schedule.simulate import Costs, simulate
+from slipstream.schedule.timeline import Timeline
+
+_MOST_GROUPS = 32  # a steady state that takes longer to reach is averaged over the last half of these
+_EQUAL = 1e-9
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Steady-state figures. `time_per_update` is per m microbatches, whatever the schedule's own updates."""
+
+    name: str
+    stages: int
+    microbatches: int
+    time_per_update: float
+    bubble_fraction: float  # mean over ranks
+    rank_bubbles: tuple[float, ...]
+    peak_activations: tuple[float, ...]  # microbatches of a whole stage
+    banks: tuple[int, ...]
+    delay: tuple[int, ...]
+    mismatch: tuple[int, ...]
+
+
+def steady(
+    name: str, stages: int, microbatches: int, costs: Costs | None = None, **options: int | None
+) -> Steady:
+    """The steady state of `build(name, stages, microbatches, ..., **options)` under `costs`."""
+    costs = costs or Costs()
+    full = canonical(name)
+    least = _full_pipeline(full, stages, microbatches, costs, options)
+    while least + 2 * stages < microbatches:
+        points = [_measure(full, stages, least + n * stages, costs, options) for n in range(3)]
+        if _collinear([point.time_per_update for point in points]):
+            return _extrapolate(*points[1:], microbatches)
+        least += 2 * stages
+    return _measure(full, stages, microbatches, costs, options)
+
+
+def _full_pipeline(
+    name: str, stages: int, microbatches: int, costs: Costs, options: dict[str, int | None]
+) -> int:
+    """The least m' = m - nP that fills the pipeline; m itself where a smaller m is another schedule."""
+    uneven_rounds = name == "interleaved_1f1b" and stages > 0 and microbatches % stages != 0
+    if stages < 1 or costs.jitter or uneven_rounds or options.get("every") is not None:
+        return microbatches
+    filled = max(2 * stages, (options.get("in_flight") or 0) + stages)
+    return filled + (microbatches - filled) % stages
+
+
+def _collinear(times: list[float]) -> bool:
+    a, b, c = times
+    return abs((c - b) - (b - a)) <= _EQUAL * c
+
+
+def _measure(name: str, stages: int, microbatches: int, costs: Costs, options: dict) -> Steady:
+    schedule = build(name, stages, microbatches, groups=2, **options)
+    if schedule.synchronous and not costs.jitter:
+        return _figures(schedule, simulate(schedule, costs))
+    # Enough microbatches for the deepest delay to show, then until the period repeats.
+    groups = 4 + 2 * stages // microbatches
+    while True:
+        schedule = build(name, stages, microbatches, groups, **options)
+        timeline = simulate(schedule, costs)
+        if timeline.settled(_EQUAL) or groups >= _MOST_GROUPS:
+            return _figures(schedule, timeline)
+        groups *= 2
+
+
+def _figures(schedule: Schedule, timeline: Timeline) -> Steady:
+    bubbles = timeline.bubble_fraction
+    peaks = occupancy.peak_rank_activations(schedule.ranks)
+    return Steady(
+        name=schedule.name,
+        stages=schedule.stages,
+        microbatches=schedule.microbatches,
+        time_per_update=timeline.time_per_update,
+        bubble_fraction=sum(bubbles) / len(bubbles),
+        rank_bubbles=bubbles,
+        peak_activations=tuple(peak / schedule.chunks for peak in peaks),
+        banks=_worst_per_rank(schedule, timeline.banks),
+        delay=_worst_per_rank(schedule, staleness.delay(schedule)),
+        mismatch=_worst_per_rank(schedule, staleness.mismatch(schedule)),
+    )
+
+
+def _worst_per_rank(schedule: Schedule, per_stage: tuple[int, ...]) -> tuple[int, ...]:
+    placement = schedule.placement()
+    worst = [0] * schedule.stages
+    for stage, value in enumerate(per_stage):
+        worst[placement[stage]] = max(worst[placement[stage]], value)
+    return tuple(worst)
+
+
+def _extrapolate(one: Steady, two: Steady, microbatches: int) -> Steady:
+    steps = (microbatches - one.microbatches) // (two.microbatches - one.microbatches)
+
+    def affine(first: float, second: float) -> float:
+        return first + steps * (second - first)
+
+    time = affine(one.time_per_update, two.time_per_update)
+    busy = [
+        affine((1 - a) * one.time_per_update, (1 - b) * two.time_per_update)
+        for a, b in zip(one.rank_bubbles, two.rank_bubbles, strict=True)
+    ]
+    bubbles = tuple(max(0.0, 1 - b / time) if time else 0.0 for b in busy)
+    return replace(
+        one,
+        microbatches=microbatches,
+        time_per_update=time,
+        bubble_fraction=sum(bubbles) / len(bubbles),
+        rank_bubbles=bubbles,
+        peak_activations=tuple(map(affine, one.peak_activations, two.peak_activations)),
+    )
