@@ -12,6 +12,7 @@ action, and the times up to a group's update are those of the infinite schedule.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 from slipstream.schedule.actions import Kind, Schedule
 from slipstream.schedule.costs import Costs, StageCosts, spread
@@ -31,8 +32,8 @@ class Deadlock(Exception):
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Run the schedule on the clock. Raises `Deadlock` for an order that cannot be run."""
     costs = costs or Costs()
-    durations = _durations(schedule, costs, spread(costs, schedule))
-    starts, ends = _run(schedule, durations, spread(costs, schedule), costs.update_latency)
+    per_stage = spread(costs, schedule)
+    starts, ends = _run(schedule, _durations(schedule, costs, per_stage), per_stage, costs.update_latency)
     return Timeline(schedule.ranks, starts, ends)
 
 
@@ -50,18 +51,15 @@ def _run(
 ) -> tuple[tuple[list[float], ...], tuple[list[float], ...]]:
     """The event loop: run a rank until it lacks something, and take it up again when that is there.
 
-    `arrived` and `published` hold the time of an event, or None before it is known, or a tuple of ranks
-    that wait for it: the one who makes the event known wakes them.
+    A box holds, per microbatch, the time its input arrives at a stage, or None while that is not known, or
+    the tuple of ranks that wait for it: whoever makes it known wakes them.
     """
-    forward, backward, backward_input = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT
-    update, weight = Kind.UPDATE, Kind.BACKWARD_WEIGHT
+    forward, weight, update = Kind.FORWARD, Kind.BACKWARD_WEIGHT, Kind.UPDATE
     m, last = schedule.microbatches, schedule.model_stages - 1
     latency, transfer = per_stage.latency, per_stage.transfer
-    total = m * schedule.groups
-    # Inputs of a stage, by global microbatch: activations from below, gradients from above.
-    activations: list[list] = [[None] * total for _ in range(last + 1)]
-    gradients: list[list] = [[None] * total for _ in range(last + 1)]
-    link_up, link_down = [0.0] * (last + 1), [0.0] * (last + 1)  # when the link out of a stage is free
+    activations: list[list] = [[None] * (m * schedule.groups) for _ in range(last + 1)]
+    gradients: list[list] = [[None] * (m * schedule.groups) for _ in range(last + 1)]
+    link_up, link_down = [0.0] * last, [0.0] * last  # when the edge from stage e to e+1, or back, is free
     published = _Publications(schedule, update_latency)
 
     starts: tuple[list[float], ...] = tuple([0.0] * len(row) for row in schedule.ranks)
@@ -70,12 +68,13 @@ def _run(
     runnable = list(range(len(schedule.ranks)))[::-1]
     while runnable:
         rank = runnable.pop()
-        actions, lasts = schedule.ranks[rank], durations[rank]
+        actions, rank_durations = schedule.ranks[rank], durations[rank]
         rank_starts, rank_ends = starts[rank], ends[rank]
         i = position[rank]
         clock = rank_ends[i - 1] if i else 0.0
         while i < len(actions):
             kind, stage, microbatch, group, version = actions[i]
+            k = group * m + (microbatch or 0)
             if kind is not update:
                 known = published.times[stage].get(version, ())
                 if type(known) is tuple:
@@ -83,13 +82,10 @@ def _run(
                     break
                 if known > clock:
                     clock = known
-                k = group * m + microbatch
-                if kind is weight:
-                    box = None
-                elif kind is forward:
+                if kind is forward:
                     box = activations[stage] if stage else None
                 else:
-                    box = gradients[stage] if stage != last else None
+                    box = gradients[stage] if stage != last and kind is not weight else None
                 if box is not None:
                     arrival = box[k]
                     if arrival is None:
@@ -98,27 +94,24 @@ def _run(
                     if arrival > clock:
                         clock = arrival
             rank_starts[i] = clock
-            clock += lasts[i]
+            clock += rank_durations[i]
             rank_ends[i] = clock
             i += 1
             if kind is forward:
-                if stage != last:
-                    box = activations[stage + 1]
-                    free = max(clock, link_up[stage]) + transfer
-                    link_up[stage] = free
-                    if box[k] is not None:
-                        runnable.extend(box[k])
-                    box[k] = free + latency[stage]
-            elif kind is backward or kind is backward_input:
-                if stage:
-                    box = gradients[stage - 1]
-                    free = max(clock, link_down[stage]) + transfer
-                    link_down[stage] = free
-                    if box[k] is not None:
-                        runnable.extend(box[k])
-                    box[k] = free + latency[stage - 1]
+                if stage == last:
+                    continue
+                box, link, edge = activations[stage + 1], link_up, stage
             elif kind is update:
                 runnable.extend(published.add(stage, version, clock))
+                continue
+            elif kind is weight or stage == 0:
+                continue
+            else:
+                box, link, edge = gradients[stage - 1], link_down, stage - 1
+            link[edge] = max(clock, link[edge]) + transfer
+            if box[k] is not None:
+                runnable.extend(box[k])
+            box[k] = link[edge] + latency[edge]
         position[rank] = i
     stuck = {rank: i for rank, i in enumerate(position) if i < len(schedule.ranks[rank])}
     if stuck:
@@ -147,7 +140,7 @@ class _Publications:
             self._publish(range(len(self.times)), version, max(ends)) if len(ends) == len(self.times) else []
         )
 
-    def _publish(self, stages, version: int | None, end: float) -> list[int]:
+    def _publish(self, stages: Iterable[int], version: int | None, end: float) -> list[int]:
         woken: list[int] = []
         for stage in stages:
             woken.extend(self.times[stage].get(version, ()))

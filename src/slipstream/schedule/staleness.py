@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from slipstream.schedule.actions import Action, Kind, Schedule, Weights
 
 
-class Read(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Read:
     """The weights a group reads: the master z_index or the bank b_index."""
 
     kind: Literal["master", "bank"]
@@ -55,6 +56,7 @@ class Gradient(NamedTuple):
 def with_versions(schedule: Schedule) -> Schedule:
     """The schedule with each action's version filled in by the rule its `weights` names."""
     rule = schedule.weights
+    banks = [reads(group, _never).index for group in range(schedule.groups)]
     ranks = []
     for actions in schedule.ranks:
         updates: defaultdict[int, int] = defaultdict(int)  # stage -> updates done
@@ -65,7 +67,7 @@ def with_versions(schedule: Schedule) -> Schedule:
                 updates[stage] += 1
                 version = updates[stage]
             elif rule is Weights.BANKS:
-                version = reads(group, _never).index
+                version = banks[group]
             elif rule is Weights.STASH:
                 version = stash.setdefault((stage, group, microbatch), updates[stage])
             else:
@@ -108,18 +110,20 @@ def gradients(schedule: Schedule) -> list[Gradient]:
     return found
 
 
-def delay(schedule: Schedule) -> tuple[int, ...]:
-    """The largest delay of each model stage: 0 when flushed, 1 for 2BW, P-1-s for PipeDream."""
-    return _largest(schedule, lambda gradient: gradient.delay)
+class Staleness(NamedTuple):
+    """The worst of each model stage over the whole schedule."""
+
+    delay: tuple[int, ...]  # 0 when flushed, 1 for 2BW, P-1-s for PipeDream
+    mismatch: tuple[int, ...]  # 0 wherever the forward's weights are kept for its backward
 
 
-def mismatch(schedule: Schedule) -> tuple[int, ...]:
-    """The most updates between a forward and its backward, per model stage: 0 wherever weights are kept."""
-    return _largest(schedule, lambda gradient: gradient.mismatch)
-
-
-def _largest(schedule: Schedule, measure: Callable[[Gradient], int]) -> tuple[int, ...]:
-    worst = [0] * schedule.model_stages
-    for gradient in gradients(schedule):
-        worst[gradient.stage] = max(worst[gradient.stage], measure(gradient))
-    return tuple(worst)
+def staleness(schedule: Schedule) -> Staleness:
+    """The largest delay and the largest forward/backward mismatch of each model stage."""
+    delay = [0] * schedule.model_stages
+    mismatch = [0] * schedule.model_stages
+    for stage, _, _, forward, backward, update in gradients(schedule):
+        if update - forward > delay[stage]:
+            delay[stage] = update - forward
+        if backward - forward > mismatch[stage]:
+            mismatch[stage] = backward - forward
+    return Staleness(tuple(delay), tuple(mismatch))

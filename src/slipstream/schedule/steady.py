@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from slipstream.schedule import occupancy, staleness
+from slipstream.schedule import occupancy
 from slipstream.schedule.actions import Schedule
-from slipstream.schedule.generate import build, canonical
+from slipstream.schedule.generate import GENERATORS, build, canonical
 from slipstream.schedule.simulate import Costs, simulate
+from slipstream.schedule.staleness import staleness
 from slipstream.schedule.timeline import Timeline
 
 _MOST_GROUPS = 32  # a steady state that takes longer to reach is averaged over the last half of these
@@ -46,11 +47,11 @@ def steady(
     full = canonical(name)
     least = _full_pipeline(full, stages, microbatches, costs, options)
     while least + 2 * stages < microbatches:
-        points = [_measure(full, stages, least + n * stages, costs, options) for n in range(3)]
-        if _collinear([point.time_per_update for point in points]):
-            return _extrapolate(*points[1:], microbatches)
+        points = [_settle(full, stages, least + n * stages, costs, options) for n in range(3)]
+        if _collinear(*(timeline.time_per_update for _, timeline in points)):
+            return _extrapolate(_figures(*points[1]), _figures(*points[2]), microbatches)
         least += 2 * stages
-    return _measure(full, stages, microbatches, costs, options)
+    return _figures(*_settle(full, stages, microbatches, costs, options))
 
 
 def _full_pipeline(
@@ -64,27 +65,29 @@ def _full_pipeline(
     return filled + (microbatches - filled) % stages
 
 
-def _collinear(times: list[float]) -> bool:
-    a, b, c = times
+def _collinear(a: float, b: float, c: float) -> bool:
     return abs((c - b) - (b - a)) <= _EQUAL * c
 
 
-def _measure(name: str, stages: int, microbatches: int, costs: Costs, options: dict) -> Steady:
-    schedule = build(name, stages, microbatches, groups=2, **options)
-    if schedule.synchronous and not costs.jitter:
-        return _figures(schedule, simulate(schedule, costs))
-    # Enough microbatches for the deepest delay to show, then until the period repeats.
-    groups = 4 + 2 * stages // microbatches
+def _settle(
+    name: str, stages: int, microbatches: int, costs: Costs, options: dict[str, int | None]
+) -> tuple[Schedule, Timeline]:
+    """A run just long enough: two groups where each ends at a barrier, else until the period repeats."""
+    if GENERATORS[name].synchronous and not costs.jitter:
+        groups = 2
+    else:  # the deepest delay, 2(P-1) microbatches, must have shown
+        groups = 4 + 2 * stages // max(microbatches, 1)
     while True:
         schedule = build(name, stages, microbatches, groups, **options)
         timeline = simulate(schedule, costs)
-        if timeline.settled(_EQUAL) or groups >= _MOST_GROUPS:
-            return _figures(schedule, timeline)
+        if groups == 2 or groups >= _MOST_GROUPS or timeline.settled(_EQUAL):
+            return schedule, timeline
         groups *= 2
 
 
 def _figures(schedule: Schedule, timeline: Timeline) -> Steady:
     bubbles = timeline.bubble_fraction
+    stale = staleness(schedule)
     peaks = occupancy.peak_rank_activations(schedule.ranks)
     return Steady(
         name=schedule.name,
@@ -95,8 +98,8 @@ def _figures(schedule: Schedule, timeline: Timeline) -> Steady:
         rank_bubbles=bubbles,
         peak_activations=tuple(peak / schedule.chunks for peak in peaks),
         banks=_worst_per_rank(schedule, timeline.banks),
-        delay=_worst_per_rank(schedule, staleness.delay(schedule)),
-        mismatch=_worst_per_rank(schedule, staleness.mismatch(schedule)),
+        delay=_worst_per_rank(schedule, stale.delay),
+        mismatch=_worst_per_rank(schedule, stale.mismatch),
     )
 
 
