@@ -1,0 +1,376 @@
+"""Run folders -> one HTML page: curves, utilisation, memory, the timeline, config, machine, data and
+samples.
+
+Several runs are laid over one another in every chart; what belongs to one run only (timeline, delays,
+config, samples) follows run by run. A run that is empty, crashed or still going gives a page that says
+so.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.metrics.events import Event, Run, number, read_run
+from slipstream.metrics.report_page import Chart, Part, Section, Series, Table, Text, Tiles, page
+from slipstream.metrics.report_timeline import delays, lanes
+
+STAGE_CURVES = 8  # beyond this many stages a curve per stage is unreadable: lowest, mean and highest instead
+WHOLE_SAMPLES = 3
+
+
+def write_report(runs: Sequence[str | Path], out: str | Path) -> Path:
+    """Read the run folders and write the page; returns its path."""
+    out = Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(report([read_run(run) for run in runs]), encoding="utf-8")
+    return out
+
+
+def report(runs: Sequence[Run]) -> str:
+    """The page about one or more runs."""
+    names = labels(runs)
+    title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
+    subtitle = f"slipstream report, {time.strftime('%Y-%m-%d %H:%M')}"
+    if len(runs) > 1:
+        subtitle = f"{', '.join(names)} · {subtitle}"
+    return page(title, sections(runs), subtitle)
+
+
+def sections(runs: Sequence[Run]) -> list[Section]:
+    """The parts of the page; a section without parts is left out by the page."""
+    names = labels(runs)
+    columns = [
+        Columns(run, name, len(runs) == 1, index)
+        for index, (run, name) in enumerate(zip(runs, names, strict=True))
+    ]
+    return [
+        Section(
+            "Summary", [_tiles(columns[0]) if len(runs) == 1 else _summary(columns), *_complaints(columns)]
+        ),
+        Section("Loss", _loss(columns)),
+        Section("Speed", _speed(columns)),
+        Section("Gradients", _gradients(columns)),
+        Section("Memory", _memory(columns)),
+        Section("Timeline", _timelines(columns)),
+        Section("Samples", [part for column in columns for part in _samples(column)]),
+        Section(
+            "Settings", [*_differences(columns), *(part for column in columns for part in _settings(column))]
+        ),
+    ]
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """Distinct names: the folder's, with its parent's where two agree, numbered where even those do."""
+    short = [run.name for run in runs]
+    names = [
+        name if short.count(name) == 1 else f"{run.path.resolve().parent.name}/{name}"
+        for run, name in zip(runs, short, strict=True)
+    ]
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[:index].count(name) + 1})"
+        for index, name in enumerate(names)
+    ]
+
+
+class Columns:
+    """One run's step rows, read once, and how its curves are named and coloured."""
+
+    def __init__(self, run: Run, name: str, alone: bool, colour: int) -> None:
+        self.run, self.name, self.alone, self.colour = run, name, alone, colour
+        self.steps = run.surviving("step")
+        self.validation = run.surviving("validation")
+        self.start = run.last("start")
+
+    def curve(
+        self, rows: Sequence[Event], key: str, name: str, *, scale: float = 1.0, **style: Any
+    ) -> Series:
+        points = [(row["step"], value * scale) for row in rows if (value := number(row.get(key))) is not None]
+        style.setdefault("colour", None if self.alone else self.colour)
+        return Series(self.label(name), [x for x, _ in points], [y for _, y in points], **style)
+
+    def label(self, name: str) -> str:
+        return name if self.alone else f"{self.name}: {name}"
+
+    def stage_curves(self, key: str, scale: float = 1.0) -> list[Series]:
+        """A curve per stage for one run of few stages; else the mean over stages in a band of their range."""
+        rows = [(row["step"], values) for row in self.steps if (values := _numbers(row.get(key)))]
+        count = max((len(values) for _, values in rows), default=0)
+        xs = [step for step, values in rows if len(values) == count]
+        table = [[value * scale for value in values] for _, values in rows if len(values) == count]
+        if not table:
+            return []
+        if self.alone and count <= STAGE_CURVES:
+            return [Series(f"stage {stage}", xs, [row[stage] for row in table]) for stage in range(count)]
+        mean = [statistics.fmean(row) for row in table]
+        band = ([min(row) for row in table], [max(row) for row in table])
+        return [
+            Series(self.label("mean of stages"), xs, mean, *band, colour=None if self.alone else self.colour)
+        ]
+
+    def seconds_at(self, event: Event) -> float | None:
+        """Wall clock of the run when an event was written: by the step row beside it, else by the clock."""
+        began = number(self.run.events[0].get("time")) if self.run.events else None
+        at = number(event.get("time"))
+        return None if began is None or at is None else at - began
+
+
+def _numbers(values: object) -> list[float]:
+    if not isinstance(values, list):
+        return []
+    return [found for value in values if (found := number(value)) is not None]
+
+
+def si(value: float | None, unit: str = "") -> str:
+    """1234567 -> '1.23M'."""
+    if value is None:
+        return "–"
+    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{letter}{unit}"
+    return f"{value:.4g}{unit}"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (
+        f"{hours} h {minutes:02d} min"
+        if hours
+        else f"{minutes} min {rest:02d} s"
+        if minutes
+        else f"{seconds:.1f} s"
+    )
+
+
+def _median(rows: Iterable[Event], key: str) -> float | None:
+    """Median over the second half of the run: start-up and compilation are not its speed."""
+    values = [value for row in rows if (value := number(row.get(key))) is not None]
+    return statistics.median(values[len(values) // 2 :]) if values else None
+
+
+def shape(start: Event) -> str:
+    """A run's layout in words, from its start event."""
+    if not start:
+        return ""
+    schedule, stages, data = (start.get(key, "?") for key in ("schedule", "stages", "data_ranks"))
+    return f"{schedule}, {stages} stages x {data} data ranks"
+
+
+def headline(column: Columns) -> list[tuple[str, str, str]]:
+    """(label, value, small print) of the numbers a run is judged by."""
+    run, steps = column.run, column.steps
+    last = steps[-1] if steps else {}
+    finish = run.last("finish")
+    final = number(finish.get("validation_loss")) or number((column.validation or [{}])[-1].get("loss"))
+    loss = number(last.get("loss"))
+    busy = [
+        statistics.fmean(values) for row in steps[len(steps) // 2 :] if (values := _numbers(row.get("busy")))
+    ]
+    mfu = _median(steps, "mfu")
+    skipped = sum(1 for row in steps if row.get("skipped"))
+    seconds = number(finish.get("seconds")) or number(last.get("seconds"))
+    start = column.start
+    return [
+        ("status", run.status, shape(start) or "no start recorded"),
+        ("validation loss", "–" if final is None else f"{final:.4f}", "at the master"),
+        ("training loss", "–" if loss is None else f"{loss:.4f}", f"at step {last.get('step', 0)}"),
+        (
+            "parameters",
+            si(number(start.get("parameters"))),
+            f"{start.get('microbatches', '?')} microbatches a group",
+        ),
+        ("tokens", si(number(finish.get("tokens")) or number(last.get("tokens"))), f"in {duration(seconds)}"),
+        ("tokens / s", si(_median(steps, "tokens_per_second")), "median of the second half"),
+        ("busy", f"{statistics.median(busy):.1%}" if busy else "–", "mean over stages"),
+        (
+            "MFU",
+            "–" if mfu is None else f"{mfu:.1%}",
+            f"{skipped} skipped groups" if skipped else "no skipped groups",
+        ),
+    ]
+
+
+def _tiles(column: Columns) -> Part:
+    return Tiles(headline(column))
+
+
+def _summary(columns: Sequence[Columns]) -> Part:
+    rows = [[column.name, *(value for _, value, _ in headline(column))] for column in columns]
+    return Table(["run", *(label for label, _, _ in headline(columns[0]))], rows)
+
+
+def _complaints(columns: Sequence[Columns]) -> list[Part]:
+    parts: list[Part] = []
+    for column in columns:
+        for event in column.run.events:
+            if event["event"] in ("warning", "error"):
+                text = f"step {event.get('step', '?')}: {event.get('message', '')}"
+                parts.append(Text(column.label(text), tone=event["event"], preformatted=True))
+        if column.run.unreadable:
+            count = column.run.unreadable
+            lines = "1 line" if count == 1 else f"{count} lines"
+            text = f"{lines} of events.jsonl could not be read (cut off by a crash?)."
+            parts.append(Text(column.label(text), tone="warning"))
+        if not column.steps:
+            parts.append(Text(column.label("This run has recorded no step yet."), tone="warning"))
+    return parts[:40]
+
+
+def _loss(columns: Sequence[Columns]) -> list[Part]:
+    curves: list[Series] = []
+    for column in columns:
+        curves.append(column.curve(column.steps, "loss", "training", colour=column.colour))
+        colour = column.colour + 1 if column.alone else column.colour
+        curves.append(
+            column.curve(column.validation, "loss", "validation", dashed=not column.alone, colour=colour)
+        )
+    if not any(curve.x for curve in curves):
+        return []
+    note = "Training loss is taken at the bank that the group read, validation loss at the master."
+    parts: list[Part] = [Chart("Loss by step", curves, y_label="loss", note=note, smooth=True, focus=True)]
+    clocked, fed = [], []
+    for column in columns:
+        colour = 1 if column.alone else column.colour
+        for target, place in ((clocked, column.seconds_at), (fed, lambda row: number(row.get("tokens")))):
+            points = [
+                (at, value)
+                for row in column.validation
+                if (at := place(row)) is not None and (value := number(row.get("loss"))) is not None
+            ]
+            target.append(Series(column.name, [x for x, _ in points], [y for _, y in points], colour=colour))
+    if any(len(curve.x) > 1 for curve in clocked):
+        parts.append(Chart("Validation loss by wall clock", clocked, x_label="seconds", y_label="loss"))
+    if len(columns) > 1 and any(len(curve.x) > 1 for curve in fed):
+        parts.append(Chart("Validation loss by tokens", fed, x_label="tokens", y_label="loss"))
+    rates = [column.curve(column.steps, "lr", "learning rate") for column in columns]
+    if any(curve.x for curve in rates):
+        parts.append(Chart("Learning rate", rates, y_label="learning rate", from_zero=True))
+    return parts
+
+
+def _speed(columns: Sequence[Columns]) -> list[Part]:
+    speed = [column.curve(column.steps, "tokens_per_second", "tokens / s") for column in columns]
+    mfu = [column.curve(column.steps, "mfu", "MFU", scale=100.0) for column in columns]
+    busy = [curve for column in columns for curve in column.stage_curves("busy", 100.0)]
+    charts = [
+        Chart("Throughput", speed, y_label="tokens / s", from_zero=True, smooth=True),
+        Chart("Utilisation: busy time", busy, y_label="% of wall clock", from_zero=True, smooth=True),
+        Chart("Model FLOP utilisation", mfu, y_label="% of peak", from_zero=True, smooth=True),
+    ]
+    return [chart for chart in charts if any(curve.x for curve in chart.series)]
+
+
+def _gradients(columns: Sequence[Columns]) -> list[Part]:
+    curves: list[Series] = []
+    skipped = 0
+    for column in columns:
+        norms = column.curve(column.steps, "grad_norm", "gradient norm")
+        curves.append(norms)
+        floor = min(norms.y, default=1.0)
+        lost = [row["step"] for row in column.steps if row.get("skipped")]
+        skipped += len(lost)
+        if lost:
+            name = column.label(f"skipped groups ({len(lost)})")
+            curves.append(Series(name, lost[:2000], [floor] * min(len(lost), 2000), markers=True, colour=4))
+    if not any(curve.x for curve in curves):
+        return []
+    note = (
+        f"{skipped} groups had a non-finite gradient and were skipped."
+        if skipped
+        else "No group was skipped."
+    )
+    return [
+        Chart(
+            "Global gradient norm, before clipping",
+            curves,
+            y_label="norm",
+            log_y=True,
+            note=note,
+            smooth=True,
+        )
+    ]
+
+
+def _memory(columns: Sequence[Columns]) -> list[Part]:
+    curves = [curve for column in columns for curve in column.stage_curves("memory_bytes", 1 / 2**20)]
+    if not curves:
+        return []
+    return [Chart("Memory per stage", curves, y_label="MiB", from_zero=True)]
+
+
+def _timelines(columns: Sequence[Columns]) -> list[Part]:
+    parts: list[Part] = []
+    for column in columns:
+        event = column.run.last("timeline")
+        if not event:
+            continue
+        drawn = lanes(event, column.start, title=column.label(f"Groups around step {event.get('step', '?')}"))
+        parts.extend(
+            part for part in (drawn, delays(event, title=column.label("Delay of every microbatch"))) if part
+        )
+    return parts
+
+
+def _samples(column: Columns) -> list[Part]:
+    samples = column.run.of("sample")
+    parts: list[Part] = []
+    for index, event in enumerate(reversed(samples)):
+        title = column.label(f"step {event.get('step', '?')}")
+        text = f"{event.get('prompt', '')}▸{event.get('text', '')}"
+        parts.append(Text(text, preformatted=True, title=title, folded=index >= WHOLE_SAMPLES))
+    return parts[:30]
+
+
+def _differences(columns: Sequence[Columns]) -> list[Part]:
+    """The settings in which several runs differ."""
+    if len(columns) < 2:
+        return []
+    flat = [_flatten(_toml(column.run.config)) for column in columns]
+    keys = sorted(set().union(*flat))
+    rows = [
+        [key, *(settings.get(key, "–") for settings in flat)]
+        for key in keys
+        if len({settings.get(key) for settings in flat}) > 1
+    ]
+    return (
+        [Table(["setting", *(column.name for column in columns)], rows, title="Where the runs differ")]
+        if rows
+        else []
+    )
+
+
+def _settings(column: Columns) -> list[Part]:
+    parts: list[Part] = []
+    if column.run.config:
+        title = column.label("config.toml")
+        parts.append(Text(column.run.config, preformatted=True, title=title, folded=True))
+    if column.run.environment:
+        rows = [[key, value] for key, value in _flatten(column.run.environment).items()]
+        parts.append(Table(["", ""], rows, title=column.label("Machine, versions and data fingerprint")))
+    return parts
+
+
+def _toml(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return {}
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{name}."))
+        else:
+            flat[name] = value if isinstance(value, str) else json.dumps(value, default=str)
+    return flat

@@ -1,0 +1,192 @@
+"""The page without a browser: structure, escaping, thinning, size, prediction beside measurement."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from slipstream.metrics.events import read_run
+from slipstream.metrics.report import labels, report, sections, write_report
+from slipstream.metrics.report_page import (
+    BUCKETS,
+    KEPT_AS_THEY_ARE,
+    Chart,
+    Grid,
+    Lanes,
+    Section,
+    Series,
+    embed,
+    page,
+    thin,
+)
+from slipstream.metrics.report_timeline import delays, lanes, period, predict, spans
+
+from .conftest import COSTS, MICROBATCHES, STAGES, timeline_event
+
+ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+
+
+def scripts(html: str) -> list[tuple[str, str]]:
+    return re.findall(r"<script([^>]*)>(.*?)</script>", html, flags=re.DOTALL)
+
+
+def test_one_page_holds_everything_and_loads_nothing(make_run):
+    html = report([read_run(make_run())])
+    for title in (
+        "Loss by step",
+        "Throughput",
+        "gradient norm",
+        "Memory per stage",
+        "Delay of every microbatch",
+    ):
+        assert title in html
+    assert not re.search(r"""(?:src|href)\s*=\s*["'](?:https?:)?//""", html)
+    assert not re.search(r"url\(['\"]?https?:", html)
+
+
+def test_hostile_content_never_becomes_markup(make_run):
+    hostile = [
+        {"event": "sample", "step": 1, "prompt": ATTACK, "text": ATTACK},
+        {"event": "warning", "step": 1, "message": ATTACK},
+        {"event": "step", "step": 900, "loss": ATTACK, "busy": [ATTACK], "skipped": ATTACK},
+        {
+            "event": "timeline",
+            "step": 1,
+            "spans": [[0, ATTACK, 0, 0, 0, 0, 0.0, 1.0]],
+            "predicted": {ATTACK: [1]},
+        },
+    ]
+    folder = make_run(
+        extra=hostile, config=f"# {ATTACK}\n['{ATTACK}']\n'{ATTACK}' = 1\n", environment={ATTACK: ATTACK}
+    )
+    html = report([read_run(folder)])
+    assert "alert(1)" in html
+    assert "<img" not in html
+    assert [attributes for attributes, _ in scripts(html)] == [' type="application/json" id="charts"', ""]
+    assert "alert(1)" not in scripts(html)[1][1]
+
+
+def test_embedded_json_survives_the_escaping():
+    value = {"a": "</script>&\u2028", "b": [1.5, float("nan"), None, 3.0]}
+    text = embed(value)
+    assert not set("<>&") & set(text)
+    assert json.loads(text) == {"a": "</script>&\u2028", "b": [1.5, None, None, 3]}
+
+
+def test_policy_allows_exactly_our_own_script(make_run):
+    import base64
+    import hashlib
+
+    html = report([read_run(make_run())])
+    digest = base64.b64encode(hashlib.sha256(scripts(html)[1][1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in html
+    assert "default-src 'none'" in html
+
+
+def test_thinning_keeps_extremes_mean_and_ends():
+    count = 100_000
+    values = [float(step % 97) for step in range(count)]
+    values[54_321] = 1e6
+    thinned = thin(Series("s", list(range(count)), values))
+    assert len(thinned.x) == KEPT_AS_THEY_ARE + BUCKETS
+    assert thinned.high is not None
+    assert thinned.low is not None
+    assert max(thinned.high) == 1e6
+    assert min(thinned.low) == 0.0
+    assert (thinned.x[0], thinned.x[-1]) == (0, count - 1)
+    assert all(low <= y <= high for low, y, high in zip(thinned.low, thinned.y, thinned.high, strict=True))
+    assert list(thinned.y[:KEPT_AS_THEY_ARE]) == values[:KEPT_AS_THEY_ARE]
+
+
+def test_short_series_are_left_alone():
+    series = Series("s", [1, 2, 3], [1.0, 5.0, 2.0])
+    assert thin(series) is series
+
+
+def test_a_hundred_thousand_steps_stay_under_five_megabytes(make_run):
+    out = write_report([make_run(steps=100_000, stages=2)], make_run("other").parent / "page.html")
+    assert out.stat().st_size < 5_000_000
+
+
+@pytest.mark.parametrize("state", ["empty", "config only", "crashed", "failed"])
+def test_runs_that_went_wrong_still_give_a_page(make_run, state):
+    folder = make_run(steps=0 if state == "empty" else 30, finish=False)
+    events = folder / "events.jsonl"
+    if state == "empty":
+        events.write_text("")
+    elif state == "config only":
+        events.unlink()
+    elif state == "crashed":
+        events.write_text(events.read_text()[:-10])
+    else:
+        with events.open("a") as stream:
+            stream.write(json.dumps({"event": "error", "step": 30, "message": "stage 2 died"}) + "\n")
+    html = report([read_run(folder)])
+    assert {
+        "empty": "no step yet",
+        "config only": "no step yet",
+        "crashed": "could not be read",
+        "failed": "stage 2 died",
+    }[state] in html
+
+
+def test_several_runs_are_overlaid_and_their_differences_named(make_run):
+    first = make_run("a", config="[optim]\nlr = 0.1\nname = 'muon'\n")
+    second = make_run("b", config="[optim]\nlr = 0.2\nname = 'muon'\n")
+    runs = [read_run(first), read_run(second)]
+    html = report(runs)
+    assert "optim.lr" in html.split("Where the runs differ")[1].split("</table>")[0]
+    assert "optim.name" not in html.split("Where the runs differ")[1].split("</table>")[0]
+    loss = next(part for section in sections(runs) for part in section.parts if isinstance(part, Chart))
+    assert [series.name for series in loss.series] == [
+        "a: training",
+        "a: validation",
+        "b: training",
+        "b: validation",
+    ]
+
+
+def test_labels_are_distinct(make_run):
+    runs = [read_run(make_run(name)) for name in ("x/run", "y/run", "other")]
+    assert labels(runs) == ["x/run", "y/run", "other"]
+    assert len(set(labels([runs[0], runs[0]]))) == 2
+
+
+def test_a_run_that_follows_the_simulator_is_predicted_exactly():
+    event = timeline_event(step=40)
+    start = {"schedule": "2bw", "stages": STAGES, "microbatches": MICROBATCHES}
+    measured = spans(event)
+    predicted = predict(measured, COSTS, start)
+    assert {bar[:6] for bar in predicted} == {bar[:6] for bar in measured}
+    times = {bar[:6]: bar[6:] for bar in measured}
+    assert all(bar[6:] == pytest.approx(times[bar[:6]]) for bar in predicted)
+    assert period(measured) == pytest.approx(period(predicted))
+    drawn = lanes(event, start, "t")
+    assert isinstance(drawn, Lanes)
+    assert "+0.0%" in drawn.note or "-0.0%" in drawn.note
+
+
+def test_a_timeline_without_costs_or_with_an_unknown_schedule_shows_the_measurement_alone():
+    event = timeline_event(step=40)
+    unknown = lanes(event, {"schedule": "1f1bb", "stages": STAGES, "microbatches": 4}, "t")
+    assert unknown is not None
+    assert unknown.measured
+    assert not unknown.predicted
+    assert "1f1b" in unknown.note
+    assert lanes({**event, "predicted": {}}, {}, "t").predicted == []  # pyright: ignore[reportOptionalMemberAccess]
+    assert lanes({"event": "timeline", "spans": [[1, 2], "x", None]}, {}, "t") is None
+
+
+def test_delay_is_one_on_every_stage_in_plain_2bw():
+    grid = delays(timeline_event(step=40), "t")
+    assert isinstance(grid, Grid)
+    assert len(grid.cells) == STAGES
+    assert {cell for row in grid.cells for cell in row} == {1}
+
+
+def test_sections_without_parts_are_left_out():
+    html = page("t", [Section("Bare"), Section("Something", [Chart("c", [Series("s", [1], [2.0])])])])
+    assert "Bare" not in html
+    assert html.count("<h2>") == 1
