@@ -1,11 +1,11 @@
 """Name and options -> an optimizer over a stage's parameters: hidden matrices, and the rest.
 
 Invariant: every optimizer has the same two parameter groups on every stage, `role` "matrices" and "rest"
-(`roles.py`), either of which may be empty; `initial_lr` holds a group's peak rate. Weight decay is decoupled and
-falls on the matrices only, unless decay="all".
+(`roles.py`), either of which may be empty; `initial_lr` holds a group's peak rate. Weight decay falls on the
+matrices only, unless decay="all".
 
-Where an optimizer is one for matrices, the rest goes to AdamW with `adamw_lr` (None: the same lr), `adamw_betas`
-and `adamw_eps`. The others take every parameter.
+Where an optimizer is one for matrices, the rest goes to AdamW with `adamw_lr` (by default the same lr),
+`adamw_betas` and `adamw_eps`. The others take every parameter.
 """
 
 from __future__ import annotations
@@ -78,37 +78,75 @@ def _library(kind: str, **fixed: Any) -> Callable[[list[Group], Mapping[str, Any
 
 
 def _spectral(groups: list[Group], options: Mapping[str, Any]) -> Optimizer:
+    groups[0]["algorithm"] = "muon"
     return Muon(groups, **options)
 
 
 RECIPES: dict[str, Recipe] = {
     "adamw": Recipe(
         {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8},
-        "Loshchilov & Hutter 2019; betas and decay usual for language models",
+        "Loshchilov & Hutter 2019; betas and decay as usual for language models",
         _fused(torch.optim.AdamW),
     ),
     "nadamw": Recipe(
         {"lr": 3e-4, "weight_decay": 0.01, "betas": (0.99, 0.999), "eps": 1e-8, "momentum_decay": 0.004},
-        "the Nesterov correction of AsyncPP (Ajanthan et al. 2025): NAdam with decoupled decay and beta1 0.99",
+        "the Nesterov correction of AsyncPP (Ajanthan et al. 2025): NAdam, decoupled decay, beta1 0.99",
         _torch(torch.optim.NAdam, decoupled_weight_decay=True, foreach=True),
     ),
     "sgd": Recipe(
         {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9, "dampening": 0.0, "nesterov": False},
-        "Polyak 1964; decay here is torch's, added to the gradient",
+        "Polyak 1964; weight decay is torch's, added to the gradient",
         _torch(torch.optim.SGD, foreach=True),
     ),
     "muon": Recipe(
-        {
-            "lr": 2e-3,
-            "weight_decay": 0.1,
-            "momentum": 0.95,
-            "lookahead": 1,
-            "scale": "match_rms_adamw",
-            "steps": 5,
-        }
+        {"lr": 2e-3, "weight_decay": 0.1, "momentum": 0.95, "lookahead": 1, "scale": "match_rms_adamw"}
+        | {"steps": 5}
         | _ADAMW_REST,
-        "Jordan et al. 2024; scale and one lr for both parts from Liu et al. 2025",
+        "Jordan et al. 2024; scale, decay and one lr for both parts from Liu et al. 2025",
         _spectral,
+    ),
+    "normuon": Recipe(
+        {"lr": 2e-3, "weight_decay": 0.1, "momentum": 0.95, "lookahead": 1, "scale": "match_rms_adamw"}
+        | {"row_beta": 0.95, "steps": 5}
+        | _ADAMW_REST,
+        "Li et al. 2025: Muon with rows evened out; betas theirs, the rest as Muon",
+        _spectral,
+        on_shards=False,
+    ),
+    "scion": Recipe(
+        {"lr": 0.018, "weight_decay": 0.0, "momentum": 0.9, "lookahead": 0, "scale": "spectral", "steps": 5}
+        | {**_ADAMW_REST, "adamw_lr": 1e-3},
+        "Pethick et al. 2025, unconstrained: lr is their 3.6e-4 times their radius 50 for hidden matrices; "
+        "weight_decay = 1 / radius makes it their constrained form",
+        _spectral,
+    ),
+    "soap": Recipe(
+        {"lr": 3e-3, "weight_decay": 0.01, "betas": (0.95, 0.95), "eps": 1e-8, "precondition_frequency": 10}
+        | {"max_precondition_dim": 10_000, **_ADAMW_REST},
+        "Vyas et al. 2024; its first step only measures the preconditioner",
+        _library("SOAP"),
+        on_shards=False,
+    ),
+    "mars": Recipe(
+        {"lr": 3e-3, "weight_decay": 0.01, "betas": (0.95, 0.99), "eps": 1e-8, "gamma": 0.025, **_ADAMW_REST},
+        "Yuan et al. 2024, MARS-AdamW, approximate form",
+        _library("MARS", mars_type="adamw", weight_decouple=True),
+    ),
+    "adan": Recipe(
+        {"lr": 1e-3, "weight_decay": 0.02, "betas": (0.98, 0.92, 0.99), "eps": 1e-8},
+        "Xie et al. 2022, with its proximal weight decay",
+        _library("Adan", weight_decouple=False),
+    ),
+    "lion": Recipe(
+        {"lr": 1e-4, "weight_decay": 1.0, "betas": (0.9, 0.99)},
+        "Chen et al. 2023: a tenth of AdamW's lr, ten times its decay",
+        _library("Lion", weight_decouple=True),
+    ),
+    "ademamix": Recipe(
+        {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.999, 0.9999), "eps": 1e-8, "alpha": 5.0}
+        | {"t_alpha_beta3": None},
+        "Pagliardini et al. 2024; set t_alpha_beta3 to the length of the run for their warm-up",
+        _library("AdEMAMix", weight_decouple=True),
     ),
 }
 
@@ -116,12 +154,12 @@ RECIPES: dict[str, Recipe] = {
 def build(name: str, module: nn.Module, **options: Any) -> Optimizer:
     """An optimizer over the trainable parameters of `module`. Options that are None keep their defaults."""
     recipe = _recipe(name)
+    decay = options.pop("decay", None) or "matrices"
     given = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in options.items()
         if value is not None
     }
-    decay = given.pop("decay", "matrices")
     _check(name, recipe, given, decay)
     settings = {**recipe.defaults, **given}
     matrices, rest = split_parameters(module)

@@ -6,8 +6,9 @@ Update g takes the gradient G_g at a bank that is `delay` updates old, steps the
     b_{g+1} = z_{g+1}                        unless a correction writes something else.
 
 Invariant: a correction owns no tensors. Whatever it needs (z_g, z_{g+1}, the optimizer's momentum) exists
-already, so a correction adds no persistent memory, works with any optimizer, schedule, decay and clipping, and
-a checkpoint needs nothing from it but scalars. The one object acts in the runtime and in the emulator alike.
+already, so a correction adds no persistent memory, works with any optimizer, schedule, decay and clipping,
+and a checkpoint needs nothing from it but scalars. The one object acts in the runtime and in the emulator
+alike.
 
 `nesterov`, the AsyncPP recipe, is not here because it is an optimizer: `build("nadamw", ...)`.
 """
@@ -18,13 +19,13 @@ import difflib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from slipstream.errors import UserError
 from slipstream.optim.velocity import velocity
+from slipstream.torch_private import add_, copy_, lerp_, mul_
 
 
 class Correction:
@@ -38,7 +39,7 @@ class Correction:
         """Edit the parameter-group values that update `group` will use, in place."""
 
     def gradient(self, grads: list[Tensor], master: list[Tensor], bank: list[Tensor]) -> None:
-        """Correct `grads`, taken at `bank` while the newest weights are `master`, in place, before the norm."""
+        """Correct, in place, `grads` taken at `bank` while the newest weights are `master`."""
 
     def publish(
         self,
@@ -49,9 +50,8 @@ class Correction:
         params: list[Parameter],
         delay: int,
     ) -> None:
-        """Write `banks` from z_{g+1} (`new`) and z_g (`old`, whose contents may be overwritten; often the banks)."""
-        if banks:
-            torch._foreach_copy_(banks, new)
+        """Write `banks` from z_{g+1} (`new`) and z_g (`old`, often the banks; it is overwritten)."""
+        copy_(banks, new)
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -63,9 +63,9 @@ class Correction:
 class ErrorFeedback(Correction):
     """b_{g+1} = z_{g+1} + λ d (z_{g+1} - z_g), d the delay.
 
-    Source: arXiv 2606.30634, whose form x_{t+1} = x_t - 2 u_t + u_{t-1} is this one with x the bank and λ = 1;
-    linear weight prediction in weight-difference form (Kosson et al. 2020). Memory: none that lasts. z_g lies in
-    the dying bank where banks have the master's dtype, else in a copy that lives during the update.
+    Source: arXiv 2606.30634, whose form x_{t+1} = x_t - 2 u_t + u_{t-1} is this one with x the bank, λ = 1;
+    linear weight prediction in weight-difference form (Kosson et al. 2020). Memory: none that lasts. z_g lies
+    in the dying bank where banks have the master's dtype, else in a copy that lives during the update.
     """
 
     name = "error_feedback"
@@ -84,20 +84,17 @@ class ErrorFeedback(Correction):
         delay: int,
     ) -> None:
         assert old is not None, "error feedback publishes from z_g as well"
-        if not banks:
-            return
-        torch._foreach_lerp_(old, new, 1 + self.lam * delay)
+        lerp_(old, new, 1 + self.lam * delay)
         apart = [(b, o) for b, o in zip(banks, old, strict=True) if b.data_ptr() != o.data_ptr()]
-        if apart:
-            torch._foreach_copy_([b for b, _ in apart], [o for _, o in apart])
+        copy_([b for b, _ in apart], [o for _, o in apart])
 
 
 class MomentumPrediction(Correction):
     """b_{g+1} = z_{g+1} + λ d v, v the step the optimizer would take next if the gradient brought no news.
 
     v comes from the momentum alone (`velocity.py`): -lr m for SGD, -lr m̂ / (sqrt(n̂) + eps) for Adam,
-    -lr Orthogonal(m) for Muon. Source: SpecTrain (Chen et al. 2018), XPipe (Guan et al. 2019). Memory: none that
-    lasts; one stage-sized velocity during the update. Muon pays a second Newton-Schulz for it.
+    -lr Orthogonal(m) for Muon. Source: SpecTrain (Chen et al. 2018), XPipe (Guan et al. 2019). Memory: none
+    that lasts; one stage-sized velocity during the update. Muon pays a second Newton-Schulz for it.
     """
 
     name = "momentum_prediction"
@@ -114,12 +111,10 @@ class MomentumPrediction(Correction):
         params: list[Parameter],
         delay: int,
     ) -> None:
-        if not banks:
-            return
         ahead = velocity(optimizer, params)
-        torch._foreach_mul_(ahead, self.lam * delay)
-        torch._foreach_add_(ahead, new)
-        torch._foreach_copy_(banks, ahead)
+        mul_(ahead, self.lam * delay)
+        add_(ahead, new)
+        copy_(banks, ahead)
 
 
 class DelayCompensation(Correction):
@@ -171,8 +166,11 @@ CORRECTIONS: dict[str, type[Correction]] = {
 
 
 def build_correction(spec: str | Correction, **options: Any) -> Correction:
-    """A correction by name. Options: `lam` (error_feedback, momentum_prediction, delay_compensation), `steps`,
-    `delay` and `start` (lr_scaling)."""
+    """A correction by name.
+
+    Options: `lam` for error_feedback, momentum_prediction and delay_compensation; `steps`, `delay` and
+    `start` for lr_scaling.
+    """
     if isinstance(spec, Correction):
         if options:
             raise UserError(
@@ -181,7 +179,7 @@ def build_correction(spec: str | Correction, **options: Any) -> Correction:
         return spec
     if spec == "nesterov":
         raise UserError(
-            "The Nesterov correction is an optimizer: set the optimizer to 'nadamw', the correction to 'none'."
+            "Nesterov is an optimizer here: set the optimizer to 'nadamw' and the correction to 'none'."
         )
     if spec not in CORRECTIONS:
         near = difflib.get_close_matches(str(spec), CORRECTIONS, 1) or ["error_feedback"]

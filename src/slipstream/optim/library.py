@@ -1,11 +1,11 @@
 """Optimizers of the pytorch-optimizer library, with AdamW for the parameters they do not take.
 
-Parameter groups and state are those of one `torch.optim.Optimizer`: the learning rate is set here, a checkpoint
-is read and written here, and the library's optimizer sees both just before it steps.
+Parameter groups and state are those of one `torch.optim.Optimizer`: the learning rate is set here, a
+checkpoint is read and written here, and the library's optimizer sees both just before it steps.
 
 Invariant: everything that changes from step to step lies in `state[parameter]`, as tensors and numbers. The
-library counts steps in its parameter groups, where restoring a group's hyperparameters would undo the count, and
-SOAP keeps lists of tensors, which no tensor file can hold: both are translated around each step.
+library counts steps in its parameter groups, where restoring a group's hyperparameters would undo the count,
+and SOAP keeps lists of tensors, which no tensor file can hold: both are translated around each step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def library_class(name: str) -> Callable[..., Optimizer]:
 
 
 class LibraryOptimizer(Optimizer):
-    """`library` over its own groups, then `rest` over the others; `group["algorithm"]` says whose a group is."""
+    """`library` over its own groups, then `rest` over the others; `algorithm` tells them apart."""
 
     def __init__(self, library: Optimizer, rest: Optimizer | None = None) -> None:
         self._library, self._rest = library, rest

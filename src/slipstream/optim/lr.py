@@ -3,12 +3,12 @@
 Invariant: the multiplier is a pure function of the group index, never a counter that is stepped, so every
 stage applies the same rate to update g whenever it runs it, and a resumed run continues on the same curve.
 
-    warm-up   (g + 1) / warmup                                   for g < warmup
-    cosine    floor + (peak - floor) (1 + cos(pi t)) / 2         t in [0, 1] from the end of warm-up to the end
+    warm-up   peak (g + 1) / warmup                        for g < warmup
+    cosine    floor + (peak - floor) (1 + cos(pi t)) / 2   t from 0 at the end of warm-up to 1 at the end
     wsd       peak until `decay` updates before the end, then linearly to the floor
     constant  peak
 
-`floor` is a fraction of the peak. The last update, g = total - 1, runs at the floor.
+The argument `floor` is a fraction of the peak. The last update, g = total - 1, runs at the floor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def schedule(
     floor: float = 0.0,
     decay: int | None = None,
 ) -> Callable[[int], float]:
-    """The multiplier of update g. `decay` (wsd only): updates of the final decline, a fifth of the run if None."""
+    """The multiplier of update g. `decay` (wsd): updates of the decline, by default a fifth of all."""
     _check(name, peak, total, warmup, floor, decay)
     decline = {
         "constant": lambda g: 0.0,
@@ -55,7 +55,8 @@ def _check(name: str, peak: float, total: int, warmup: int, floor: float, decay:
     if name not in SCHEDULES:
         near = difflib.get_close_matches(name, SCHEDULES, 1) or ["cosine"]
         raise UserError(
-            f"No learning-rate schedule is called {name!r}. Did you mean {near[0]!r}? There are {', '.join(SCHEDULES)}."
+            f"No learning-rate schedule is called {name!r}. Did you mean {near[0]!r}? "
+            f"There are {', '.join(SCHEDULES)}."
         )
     if peak <= 0 or total < 1:
         raise UserError(f"A schedule needs a peak > 0 and at least one update: peak={peak}, total={total}.")

@@ -1,22 +1,24 @@
 """Muon for hidden matrices and AdamW for the rest, in one optimizer.
 
-For a matrix W with gradient G (an expert tensor [E, out, in] is E matrices):
+For a matrix W [out, in] with gradient G (an expert tensor [E, out, in] is E matrices):
 
     M ← μ M + (1 - μ) G
-    U = (1 - μ^k) G + μ^k M               k = lookahead: 0 plain momentum, 1 Nesterov, 2 the blend applied twice
+    U = (1 - μ^k) G + μ^k M           k = lookahead: 0 momentum alone, 1 Nesterov, 2 the blend applied twice
     W ← (1 - lr wd) W - lr scale Orthogonal(U)
 
-with scale 0.2 sqrt(max(out, in)) (`match_rms_adamw`, Liu et al. 2025: the step has the RMS of an AdamW step, so
-one lr serves both) or sqrt(max(1, out / in)) (`original`, Jordan et al. 2024).
+where scale is 0.2 sqrt(max(out, in)) (`match_rms_adamw`, Liu et al. 2025: the step has the RMS of AdamW's, so
+one lr serves both), sqrt(max(1, out / in)) (`original`, Jordan et al. 2024) or sqrt(out / in) (`spectral`,
+Pethick et al. 2025). With `row_beta`, the rows of Orthogonal(U) are first divided by the root of a running
+mean of their squares, and the whole is scaled back to its norm (NorMuon, Li et al. 2025).
 
-Invariants: state is made when the optimizer is, one entry per trainable parameter, so checkpoint keys agree on
+Invariants: state is made when the optimizer is, for every trainable parameter, so checkpoint keys agree on
 every rank; the result for a matrix depends on that matrix alone (`newton_schulz.py`), so on no stage split.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,13 +28,17 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from slipstream.errors import UserError
-from slipstream.optim.newton_schulz import STEPS, orthogonal_batches
-from slipstream.optim.velocity import adam_velocity, groups_and_states, local
+from slipstream.optim.newton_schulz import STEPS
+from slipstream.optim.sharded import Batch, Wait, local, orthogonal
+from slipstream.optim.velocity import adam_velocity, groups_and_states
+from slipstream.torch_private import add_, lerp_, mul_
 
 SCALES: dict[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "spectral": lambda rows, columns: math.sqrt(rows / columns),
 }
+_ROW_EPS = 1e-10
 
 
 class Muon(Optimizer):
@@ -42,44 +48,48 @@ class Muon(Optimizer):
         self,
         params: Iterable[dict[str, Any]],
         lr: float = 2e-3,
+        weight_decay: float = 0.1,
         momentum: float = 0.95,
         lookahead: int = 1,
-        weight_decay: float = 0.1,
         scale: str = "match_rms_adamw",
+        row_beta: float | None = None,
         steps: int = STEPS,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
     ) -> None:
         if scale not in SCALES:
-            raise UserError(f"Muon has no scale {scale!r}. Set scale to {' or '.join(map(repr, SCALES))}.")
-        if not 0 <= momentum < 1 or lookahead < 0:
-            raise UserError(f"Muon needs 0 <= momentum < 1 and lookahead >= 0: {momentum=}, {lookahead=}.")
-        muon = {"momentum": momentum, "lookahead": lookahead, "scale": scale, "steps": steps}
-        rest = {"betas": betas, "eps": eps}
-        groups = [
-            {
-                "lr": lr,
-                "weight_decay": weight_decay,
-                **(rest if group["algorithm"] == "adamw" else muon),
-                **group,
-            }
-            for group in params
-        ]
-        super().__init__(groups, {})
+            raise UserError(f"Muon has no scale {scale!r}. Set scale to {', '.join(SCALES)}.")
+        if not 0 <= momentum < 1 or lookahead < 0 or steps < 1:
+            raise UserError(
+                f"Muon needs 0 <= momentum < 1, lookahead >= 0 and steps >= 1, not {momentum=}, "
+                f"{lookahead=}, {steps=}."
+            )
+        defaults = {
+            "muon": {
+                "momentum": momentum,
+                "lookahead": lookahead,
+                "scale": scale,
+                "row_beta": row_beta,
+                "steps": steps,
+            },
+            "adamw": {"betas": (0.9, 0.95), "eps": 1e-8},
+        }
+        both = {"lr": lr, "weight_decay": weight_decay}
+        super().__init__([{**both, **defaults[group["algorithm"]], **group} for group in params], {})
         for group in self.param_groups:
             for parameter in group["params"]:
                 if group["algorithm"] == "muon" and parameter.ndim not in (2, 3):
                     raise UserError(
-                        f"Muon takes matrices [out, in] and stacks [experts, out, in], not {tuple(parameter.shape)}. "
-                        "Put this parameter into the group with algorithm 'adamw'."
+                        "Muon takes matrices [out, in] and stacks [experts, out, in], not "
+                        f"{tuple(parameter.shape)}. Put it into the group with algorithm 'adamw'."
                     )
                 if parameter.requires_grad:
-                    self._make_state(group, parameter)
+                    self._state_of(group, parameter)
 
-    def _make_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    def _state_of(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
-        if group["algorithm"] == "muon":
-            state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+        if not state and group["algorithm"] == "muon":
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+            if group["row_beta"] is not None:
+                state["row_second_moment"] = torch.zeros_like(parameter[..., :1])
         elif not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter)
@@ -92,37 +102,56 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            params = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if params and group["algorithm"] == "muon":
-                self._muon(group, params)
-            elif params:
-                self._adamw(group, params)
+        for wait in self.step_in_parts():
+            wait.wait()
         return loss
 
-    def _muon(self, group: dict[str, Any], params: list[Parameter]) -> None:
+    @torch.no_grad()
+    def step_in_parts(self) -> Iterator[Wait]:
+        """A step that hands out what it waits for (sharded matrices under way) instead of blocking.
+
+        The hyperparameters are those of the first `next`. The step is done when the iterator ends.
+        """
+        groups = [dict(group) for group in self.param_groups]
+        for group in groups:
+            params = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if params and group["algorithm"] == "adamw":
+                self._adamw(group, params)
+            elif params:
+                yield from self._muon(group, params)
+
+    def _muon(self, group: dict[str, Any], params: list[Parameter]) -> Iterator[Wait]:
+        states = [self._state_of(group, parameter) for parameter in params]
+        momenta = [local(state["momentum_buffer"]) for state in states]
         grads = [local(_grad(parameter)) for parameter in params]
-        momenta = [local(self._make_state(group, parameter)["momentum_buffer"]) for parameter in params]
-        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        lerp_(momenta, grads, 1 - group["momentum"])
         blend = group["momentum"] ** group["lookahead"]
 
         def fill(i: int, out: Tensor) -> None:
-            # Orthogonal(U) does not see U's size, so U / blend will do: one pass, cast included.
+            # Orthogonal(U) does not depend on U's size, so U / blend will do: one pass, cast included.
             if blend:
                 torch.add(momenta[i], grads[i], alpha=(1 - blend) / blend, out=out)
             else:
                 out.copy_(grads[i])
 
-        for indices, directions in orthogonal_batches(params, fill, group["steps"]):
-            weights = [local(params[i]) for i in indices]
+        for item in orthogonal(params, fill, group["steps"]):
+            if not isinstance(item, Batch):
+                yield item
+                continue
+            weights = [local(params[i]) for i in item.indices]
+            directions = item.directions
+            if group["row_beta"] is not None:
+                moments = [states[i]["row_second_moment"] for i in item.indices]
+                directions = [
+                    _by_rows(d, m, group["row_beta"]) for d, m in zip(directions, moments, strict=True)
+                ]
             if group["weight_decay"]:
-                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(weights, directions, alpha=-_rate(group, params[indices[0]]))
+                mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            add_(weights, directions, alpha=-_rate(group, params[item.indices[0]]))
 
     def _adamw(self, group: dict[str, Any], params: list[Parameter]) -> None:
-        states = [self._make_state(group, parameter) for parameter in params]
+        states = [self._state_of(group, parameter) for parameter in params]
         fused = all(parameter.device.type in ("cpu", "cuda") for parameter in params)
-        beta1, beta2 = group["betas"]
         adamw(
             [local(parameter) for parameter in params],
             [local(_grad(parameter)) for parameter in params],
@@ -135,30 +164,43 @@ class Muon(Optimizer):
             amsgrad=False,
             maximize=False,
             lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
             weight_decay=group["weight_decay"],
             eps=group["eps"],
         )
 
     @torch.no_grad()
     def velocity(self, params: Sequence[Parameter]) -> list[Tensor]:
-        """-lr scale Orthogonal(M) for a matrix, Adam's for the rest; see `optim/velocity.py`."""
+        """-lr scale Orthogonal(M) for a matrix, Adam's velocity for the rest; see `velocity.py`."""
         pairs = list(groups_and_states(self, params))
-        ahead: list[Tensor] = [torch.empty(0)] * len(pairs)
-        matrices = [i for i, (group, _) in enumerate(pairs) if group["algorithm"] == "muon"]
-        for i, (group, state) in enumerate(pairs):
-            if group["algorithm"] == "adamw":
-                ahead[i] = adam_velocity(group, state)
+        ahead = {i: adam_velocity(*pair) for i, pair in enumerate(pairs) if pair[0]["algorithm"] == "adamw"}
+        matrices = [i for i in range(len(pairs)) if i not in ahead]
 
         def fill(k: int, out: Tensor) -> None:
             out.copy_(local(pairs[matrices[k]][1]["momentum_buffer"]))
 
-        for indices, directions in orthogonal_batches([params[i] for i in matrices], fill):
-            for k, direction in zip(indices, directions, strict=True):
-                i = matrices[k]
-                ahead[i] = direction.to(params[i].dtype).mul_(-_rate(pairs[i][0], params[i]))
-        return ahead
+        for item in orthogonal([params[i] for i in matrices], fill, STEPS):
+            if not isinstance(item, Batch):
+                item.wait()
+                continue
+            for k, direction in zip(*item, strict=True):
+                group, state = pairs[matrices[k]]
+                parameter = params[matrices[k]]
+                if group["row_beta"] is not None:
+                    direction = _by_rows(direction, state["row_second_moment"])
+                ahead[matrices[k]] = direction.to(parameter.dtype) * -_rate(group, parameter)
+        return [ahead.get(i, torch.zeros_like(local(parameter))) for i, parameter in enumerate(params)]
+
+
+def _by_rows(direction: Tensor, second_moment: Tensor, beta: float | None = None) -> Tensor:
+    """NorMuon: rows divided by their running root mean square (moved on by `beta`), norm as before."""
+    direction = direction.to(second_moment.dtype)
+    if beta is not None:
+        second_moment.lerp_(direction.square().mean(dim=-1, keepdim=True), 1 - beta)
+    even = direction / (second_moment.sqrt() + _ROW_EPS)
+    before, after = (torch.linalg.matrix_norm(tensor, keepdim=True) for tensor in (direction, even))
+    return even.mul_(before / (after + _ROW_EPS))
 
 
 def _grad(parameter: Tensor) -> Tensor:

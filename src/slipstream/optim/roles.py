@@ -1,8 +1,8 @@
 """Which parameters are hidden matrices.
 
-A parameter is a hidden matrix if it has two dimensions, or three (experts stacked as [E, out, in]), and is not
-part of an embedding or of the head. That is read off, in this order: the marker `parameter.slipstream_role`
-("matrix", "embedding", "head" or "vector"), the module that holds it, its name.
+A parameter is a hidden matrix if it has two dimensions, or three (experts stacked as [E, out, in]), and is
+not part of an embedding or of the head. That is read off, in this order: the marker
+`parameter.slipstream_role` ("matrix", "embedding", "head" or "vector"), the module that holds it, its name.
 
 Invariant: never its position, which depends on how the model was cut into stages.
 """
@@ -17,7 +17,7 @@ _HEAD_NAMES = ("head", "lm_head", "output")
 
 
 def split_parameters(module: nn.Module) -> tuple[list[Parameter], list[Parameter]]:
-    """The trainable parameters of a stage: hidden matrices, and the rest. Each in the module's order, once."""
+    """The trainable parameters of a stage: hidden matrices, and the rest, each in the module's order."""
     owners = {
         id(parameter): child for child in module.modules() for parameter in child.parameters(recurse=False)
     }
@@ -34,7 +34,7 @@ def is_matrix(name: str, parameter: Parameter, owner: nn.Module) -> bool:
     if role is not None:
         return role == "matrix"
     if parameter.ndim not in (2, 3) or isinstance(
-        owner, nn.Embedding | nn.EmbeddingBag | nn.modules.conv._ConvNd
+        owner, nn.Embedding | nn.EmbeddingBag | nn.Conv1d | nn.ConvTranspose1d
     ):
         return False
     words = name.lower().split(".")

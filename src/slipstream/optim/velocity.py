@@ -1,7 +1,7 @@
 """The step an optimizer would take next if the next gradient brought no news: its momentum, scaled as a step.
 
     SGD            -lr m
-    Adam family    -lr (m / (1 - beta1^t)) / (sqrt(n / (1 - beta2^t)) + eps)
+    Adam, MARS     -lr (m / (1 - beta1^t)) / (sqrt(n / (1 - beta2^t)) + eps)
     Lion           -lr sign(m)
     Muon           -lr scale Orthogonal(m), since the step's size says nothing about the momentum's
 
@@ -15,11 +15,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from slipstream.errors import UserError
+from slipstream.optim.sharded import local
 
 
 @runtime_checkable
@@ -39,8 +39,8 @@ def velocity(optimizer: Optimizer, params: Sequence[Parameter]) -> list[Tensor]:
 
 def no_velocity(name: str) -> UserError:
     return UserError(
-        f"momentum_prediction does not know the momentum of {name}. "
-        "Use it with adamw, nadamw, lion, mars, sgd or muon, or set the correction to 'error_feedback', which fits any optimizer."
+        f"momentum_prediction does not know the momentum of {name}. Use it with muon, normuon, scion, adamw, "
+        "nadamw, sgd, lion or mars, or set the correction to 'error_feedback', which fits any optimizer."
     )
 
 
@@ -53,15 +53,10 @@ def groups_and_states(
         state = optimizer.state.get(parameter)
         if not state:
             raise UserError(
-                "momentum_prediction needs the optimizer state of every parameter, and this rank has none for one "
-                f"of shape {tuple(parameter.shape)} (optimizer state sharded over data ranks?). "
-                "Set the correction to 'error_feedback', or do not shard the optimizer."
+                "momentum_prediction needs optimizer state, and there is none for a parameter of shape "
+                f"{tuple(parameter.shape)}. Step the optimizer first, or use 'error_feedback'."
             )
         yield group_of[parameter], state
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sgd_velocity(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
@@ -84,6 +79,7 @@ def lion_velocity(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
 RULES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Tensor]] = {
     "sgd": sgd_velocity,
     "adamw": adam_velocity,
+    "nadamw": adam_velocity,
     "mars": adam_velocity,
     "lion": lion_velocity,
 }

@@ -1,0 +1,195 @@
+"""Orthogonalise matrices that may be sharded over data ranks (FSDP2 DTensors), each of them once.
+
+Each sharded matrix has one owner among the ranks that share it. Every rank sends its piece to the owner, the
+owner orthogonalises the whole and sends the pieces back:
+
+    pieces --all-to-all--> whole matrices --Newton-Schulz--> whole matrices --all-to-all--> pieces
+
+Invariant: the owners, and so the order of messages, follow from shapes alone; every rank finds the same ones.
+The result equals the unsharded one, on one CPU thread bit for bit. The work is a generator that yields what
+it waits for, so a pipeline can go on with its microbatches meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from slipstream.errors import UserError
+from slipstream.optim.newton_schulz import compute_dtype, orthogonal_batches
+
+
+class Wait(Protocol):
+    """Something under way, such as a `torch.distributed` work."""
+
+    def is_completed(self) -> bool: ...
+    def wait(self) -> object: ...
+
+
+class Batch(NamedTuple):
+    """Orthogonalised local tensors of equal shape, and which parameters they belong to."""
+
+    indices: list[int]
+    directions: list[Tensor]
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def orthogonal(
+    params: Sequence[Tensor], fill: Callable[[int, Tensor], None], steps: int
+) -> Iterator[Wait | Batch]:
+    """Orthogonalise one tensor for each of `params`; `fill(i, out)` writes the local part of tensor i."""
+    shards: dict[tuple[dist.ProcessGroup, torch.dtype], list[int]] = {}
+    whole: list[int] = []
+    for i, parameter in enumerate(params):
+        axis = _shard_axis(parameter)
+        if axis is None:
+            whole.append(i)
+        else:
+            shards.setdefault((axis[0], compute_dtype(parameter)), []).append(i)
+    exchanges = [
+        (own, Exchange([params[i] for i in own], lambda k, out, own=own: fill(own[k], out), group, dtype))
+        for (group, dtype), own in shards.items()
+    ]
+    for batch, directions in orthogonal_batches(
+        [local(params[i]) for i in whole], lambda k, out: fill(whole[k], out), steps
+    ):
+        yield Batch([whole[k] for k in batch], directions)
+    for indices, exchange in exchanges:
+        yield exchange.gathered
+        yield (returned := exchange.orthogonalise(steps))
+        returned.wait()
+        for k, piece in enumerate(exchange.pieces()):
+            yield Batch([indices[k]], [piece])
+
+
+def _shard_axis(parameter: Tensor) -> tuple[dist.ProcessGroup, int] | None:
+    """The ranks a matrix is spread over, and the dimension it is cut along; None if it is whole here."""
+    if not isinstance(parameter, DTensor):
+        return None
+    cut = [(axis, layout) for axis, layout in enumerate(parameter.placements) if layout != Replicate()]
+    if not cut:
+        return None
+    axis, layout = cut[0]
+    if len(cut) > 1 or type(layout) is not Shard:
+        raise UserError(
+            f"Muon cannot put together a matrix laid out as {parameter.placements}. "
+            "Shard it along one axis of the mesh only (FSDP2), or give it to AdamW."
+        )
+    if parameter.ndim == 3 and layout.dim == 0:
+        return None  # whole experts
+    return parameter.device_mesh.get_group(axis), layout.dim
+
+
+class Exchange:
+    """The pieces of some matrices on their way to the owners and back."""
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        fill: Callable[[int, Tensor], None],
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+    ) -> None:
+        self.group = group
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.shapes = [parameter.shape for parameter in params]
+        self.cuts = [axis[1] for parameter in params if (axis := _shard_axis(parameter))]
+        self.owners = owners(self.shapes, self.ranks)
+        self.device = params[0].device
+        self.dtype = dtype
+        # What I send: for each owner in turn, my piece of each matrix it owns. What I get: the reverse.
+        self.sent = [(i, self.rank) for owner in range(self.ranks) for i in self._of(owner)]
+        self.received = [(i, source) for source in range(self.ranks) for i in self._of(self.rank)]
+        self.outgoing = self._buffer(self.sent)
+        for (i, _), view in zip(self.sent, self._views(self.outgoing, self.sent), strict=True):
+            fill(i, view)
+        self.incoming = self._buffer(self.received)
+        self.gathered = self._all_to_all(self.incoming, self.received, self.outgoing, self.sent)
+
+    def orthogonalise(self, steps: int) -> Wait:
+        """Make my matrices whole, orthogonalise them, send the pieces back."""
+        self.gathered.wait()
+        pieces = dict(zip(self.received, self._views(self.incoming, self.received), strict=True))
+        mine = self._of(self.rank)
+
+        def fill(k: int, out: Tensor) -> None:
+            for source in range(self.ranks):
+                self._narrow(out, mine[k], source).copy_(pieces[mine[k], source])
+
+        like = [torch.empty((), dtype=self.dtype, device=self.device).expand(self.shapes[i]) for i in mine]
+        for batch, directions in orthogonal_batches(like, fill, steps):
+            for k, direction in zip(batch, directions, strict=True):
+                for source in range(self.ranks):
+                    pieces[mine[k], source].copy_(self._narrow(direction, mine[k], source))
+        return self._all_to_all(self.outgoing, self.sent, self.incoming, self.received)
+
+    def pieces(self) -> list[Tensor]:
+        """My orthogonalised piece of each matrix, once what `orthogonalise` returned has been waited for."""
+        views = dict(zip(self.sent, self._views(self.outgoing, self.sent), strict=True))
+        return [views[i, self.rank] for i in range(len(self.shapes))]
+
+    def _of(self, owner: int) -> list[int]:
+        return [i for i, other in enumerate(self.owners) if other == owner]
+
+    def _span(self, i: int, rank: int) -> tuple[int, int]:
+        """Where `rank`'s piece of matrix i starts, and how long it is: as torch.chunk and FSDP2 cut."""
+        length = self.shapes[i][self.cuts[i]]
+        size = -(-length // self.ranks)
+        start = min(rank * size, length)
+        return start, min(size, length - start)
+
+    def _piece(self, i: int, rank: int) -> torch.Size:
+        shape = list(self.shapes[i])
+        shape[self.cuts[i]] = self._span(i, rank)[1]
+        return torch.Size(shape)
+
+    def _narrow(self, whole: Tensor, i: int, rank: int) -> Tensor:
+        return whole.narrow(self.cuts[i], *self._span(i, rank))
+
+    def _buffer(self, keys: list[tuple[int, int]]) -> Tensor:
+        size = sum(self._piece(i, rank).numel() for i, rank in keys)
+        return torch.empty(size, dtype=self.dtype, device=self.device)
+
+    def _views(self, buffer: Tensor, keys: list[tuple[int, int]]) -> list[Tensor]:
+        shapes = [self._piece(i, rank) for i, rank in keys]
+        parts = buffer.split([shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def _splits(self, keys: list[tuple[int, int]]) -> list[int]:
+        """Elements to or from each rank: a sent piece goes to its owner, a received one comes from a rank."""
+        sizes = [0] * self.ranks
+        for i, rank in keys:
+            sizes[self.owners[i] if keys is self.sent else rank] += self._piece(i, rank).numel()
+        return sizes
+
+    def _all_to_all(
+        self,
+        target: Tensor,
+        target_keys: list[tuple[int, int]],
+        source: Tensor,
+        source_keys: list[tuple[int, int]],
+    ) -> Wait:
+        work = dist.all_to_all_single(
+            target, source, self._splits(target_keys), self._splits(source_keys), self.group, async_op=True
+        )
+        assert work is not None
+        return work
+
+
+def owners(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
+    """Who orthogonalises which matrix: the costly ones first, each to the rank with the least work so far."""
+    costs = [shape.numel() * min(shape[-2:]) for shape in shapes]
+    load = [0] * ranks
+    owner = [0] * len(shapes)
+    for i in sorted(range(len(shapes)), key=lambda i: (-costs[i], i)):
+        owner[i] = load.index(min(load))
+        load[owner[i]] += costs[i]
+    return owner
