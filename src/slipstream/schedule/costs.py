@@ -53,8 +53,8 @@ class StageCosts(NamedTuple):
     """`Costs` spread over the model stages of one schedule."""
 
     duration: dict[Kind, list[float]]  # by kind, then model stage
-    latency: list[float]  # edge e joins model stages e and e+1; 0 within a rank
-    transfer: float  # seconds one message holds its link
+    latency: list[float]  # edge e joins model stages e and e+1; free within a rank
+    transfer: list[float]  # seconds one message holds its edge
 
 
 def spread(costs: Costs, schedule: Schedule) -> StageCosts:
@@ -70,6 +70,7 @@ def spread(costs: Costs, schedule: Schedule) -> StageCosts:
         inputs = weights = [b / 2 for b in backward]
     else:
         raise UserError("Give both backward_input and backward_weight, or neither (each is then half).")
+    latency, transfer = _per_edge(costs, schedule)
     return StageCosts(
         duration={
             Kind.FORWARD: forward,
@@ -78,8 +79,8 @@ def spread(costs: Costs, schedule: Schedule) -> StageCosts:
             Kind.BACKWARD_WEIGHT: weights,
             Kind.UPDATE: _per_stage("update", costs.update, schedule),
         },
-        latency=_per_edge(costs.latency, schedule),
-        transfer=costs.message_bytes / costs.bandwidth,
+        latency=latency,
+        transfer=transfer,
     )
 
 
@@ -97,16 +98,17 @@ def _per_stage(name: str, value: PerStage, schedule: Schedule) -> list[float]:
     )
 
 
-def _per_edge(latency: PerStage, schedule: Schedule) -> list[float]:
-    links = schedule.stages - 1
-    if not isinstance(latency, Sequence):
-        latency = [latency] * links
-    elif len(latency) != links:
-        raise UserError(f"{len(latency)} latencies do not fit {links} links: give 1 or {links}.")
+def _per_edge(costs: Costs, schedule: Schedule) -> tuple[list[float], list[float]]:
+    links, per_link = schedule.stages - 1, costs.latency
+    if not isinstance(per_link, Sequence):
+        per_link = [per_link] * links
+    elif len(per_link) != links:
+        raise UserError(f"{len(per_link)} latencies do not fit {links} links: give 1 or {links}.")
     placement = schedule.placement()
-    edges = []
+    latency, transfer = [], []
     for stage in range(schedule.model_stages - 1):
         low, high = sorted((placement[stage], placement[stage + 1]))
         # An interleaved schedule wraps from the last rank to the first: over the slowest link there is.
-        edges.append(0.0 if low == high else latency[low] if high == low + 1 else max(latency))
-    return edges
+        latency.append(0.0 if low == high else per_link[low] if high == low + 1 else max(per_link))
+        transfer.append(0.0 if low == high else costs.message_bytes / costs.bandwidth)
+    return latency, transfer

@@ -108,7 +108,7 @@ def _run(
                 continue
             else:
                 box, link, edge = gradients[stage - 1], link_down, stage - 1
-            link[edge] = max(clock, link[edge]) + transfer
+            link[edge] = max(clock, link[edge]) + transfer[edge]
             if box[k] is not None:
                 runnable.extend(box[k])
             box[k] = link[edge] + latency[edge]
