@@ -13,7 +13,7 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests
 	$(BIN)/ruff check src tests
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/pytest
 
 test-all: $(VENV)/.installed-dev

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from pipeline import reference, tiny
 
+from pipeline import reference, tiny
 from slipstream import Emulator, UserError
 
 M, GROUPS = 4, 12

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -60,9 +61,14 @@ class RankPool:
         self.close()
 
     def run(
-        self, function: Function, *args: Any, ranks: int | None = None, timeout: float | None = None
+        self,
+        function: Function,
+        *args: Any,
+        ranks: int | None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
     ) -> list[Any]:
-        """Run one job on the first `ranks` workers and return their results in rank order."""
+        """Run `function(world, *args, **kwargs)` on the first `ranks` workers; results in rank order."""
         ranks = self._size if ranks is None else ranks
         if not 1 <= ranks <= self._size:
             raise UserError(f"A job of {ranks} ranks does not fit a pool of {self._size} processes.")
@@ -72,7 +78,7 @@ class RankPool:
         workers = self._workers[:ranks]
         port = workers[0].serve()
         for rank, worker in enumerate(workers):
-            worker.connection.send((_name_of(function), args, rank, ranks, port))
+            send(worker.connection, (_name_of(function), args, kwargs, rank, ranks, port))
         return _collect(workers, timeout)
 
     def signal(self, number: int) -> None:
@@ -111,9 +117,9 @@ class _Worker:
 
     def serve(self) -> int:
         """Have this worker listen on a loopback port where the ranks of the next job will meet."""
-        self.connection.send("serve")
+        send(self.connection, "serve")
         try:
-            return self.connection.recv()
+            return receive(self.connection)
         except (EOFError, OSError):
             raise StageError(f"A worker process {self.ended()} before its first job.") from None
 
@@ -162,7 +168,7 @@ def _collect(workers: Sequence[_Worker], timeout: float | None) -> list[Any]:
             assert isinstance(connection, Connection)
             rank = waiting.pop(connection)
             try:
-                outcome, value = connection.recv()
+                outcome, value = receive(connection)
             except (EOFError, OSError):
                 outcome, value = "died", None
             if outcome == "result":
@@ -200,6 +206,15 @@ def _first_cause(failures: list[_Failure]) -> Exception:
         if f is not first and isinstance(f.error, StageError) and f.kind == "mistake"
     ]
     return StageError("\n".join(str(error) for error in [first.error, *seen[:1]]))
+
+
+def send(connection: Connection, message: Any) -> None:
+    """Plain pickle: torch teaches `Connection.send` to share memory instead, which outlives no process."""
+    connection.send_bytes(pickle.dumps(message))
+
+
+def receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
 
 
 def _name_of(function: Function) -> str:

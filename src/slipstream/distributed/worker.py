@@ -18,6 +18,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
+from slipstream.distributed.launch import receive, send
 from slipstream.errors import StageError, UserError
 
 
@@ -33,7 +34,7 @@ def main(descriptor: int) -> None:
         message = jobs.get()
         if message == "serve":  # bound here, to loopback, so that no port is named before it is taken
             listener = socket.create_server(("127.0.0.1", 0))
-            connection.send(listener.getsockname()[1])
+            send(connection, listener.getsockname()[1])
             continue
         answer = _perform(*message, None if listener is None else listener.detach())
         listener = None
@@ -44,20 +45,20 @@ def main(descriptor: int) -> None:
 def _listen(connection: Connection, jobs: queue.SimpleQueue) -> None:
     while True:
         try:
-            jobs.put(connection.recv())
+            jobs.put(receive(connection))
         except (EOFError, OSError):
             os._exit(1)  # the launcher is gone: whatever runs here has nobody to answer to
 
 
 def _answer(connection: Connection, answer: tuple[str, Any]) -> None:
     try:
-        connection.send(answer)
+        send(connection, answer)
     except (TypeError, AttributeError, ValueError) as error:  # not picklable
-        connection.send(("crash", (StageError(f"A job's result cannot be sent back: {error}"), "")))
+        send(connection, ("crash", (StageError(f"A job's result cannot be sent back: {error}"), "")))
 
 
 def _perform(
-    name: str, args: tuple, rank: int, ranks: int, port: int, listener: int | None
+    name: str, args: tuple, kwargs: dict[str, Any], rank: int, ranks: int, port: int, listener: int | None
 ) -> tuple[str, Any]:
     from slipstream.distributed.world import initialise
 
@@ -67,7 +68,7 @@ def _perform(
         for part in qualname.split("."):
             function = getattr(function, part)
         with initialise(rank, ranks, port=port, listener=listener) as world:
-            return "result", function(world, *args)
+            return "result", function(world, *args, **kwargs)
     except UserError as error:
         return "mistake", (error, "")
     except Exception as error:

@@ -7,7 +7,7 @@ one stage); `slipstream.pipeline.mesh.Mesh` is the answer of a rank in a pipelin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,11 +42,21 @@ class OnDevice:
 
 @dataclass
 class Tally:
-    """What the ranks tell each other once per update, beside the squared norms of their gradients."""
+    """What a rank tells the others once per update, beside the squared norms of its gradients."""
 
-    stop: bool = False  # someone asked the run to stop
-    work_seconds: list[float] | None = None  # one forward and backward, by stage
-    link_seconds: list[float] | None = None  # one way over the link behind each stage
+    stop: bool = False  # asks the run to stop
+    work_seconds: float = 0.0  # one forward and one backward on this stage
+    link_seconds: float = 0.0  # one way over the link behind this stage
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What all ranks told in one update."""
+
+    squares: list[float]  # squared gradient norms of all parameters of all stages
+    stop: bool
+    work_seconds: list[float]  # by stage
+    link_seconds: list[float]
 
 
 class Peers(Protocol):
@@ -63,8 +73,8 @@ class Peers(Protocol):
         """Sum the gradients of tied weights, in place."""
         ...
 
-    def exchange(self, squares: Tensor, tally: Tally) -> Iterator[Wait | list[float]]:
-        """Yields waits; the last item is the squared norms of all parameters of all stages."""
+    def exchange(self, squares: Tensor, tally: Tally) -> Generator[Wait, None, Heard]:
+        """Tell this rank's slots of the squared norms and its tally; return what all told."""
         ...
 
     def gather(self, weights: Sequence[Tensor]) -> Steps:
@@ -91,8 +101,9 @@ class Alone:
                 grads[index] = total
         yield from ()
 
-    def exchange(self, squares: Tensor, tally: Tally) -> Iterator[Wait | list[float]]:
-        yield from to_host(squares)
+    def exchange(self, squares: Tensor, tally: Tally) -> Generator[Wait, None, Heard]:
+        told = yield from to_host(squares)
+        return Heard(told, tally.stop, [tally.work_seconds], [tally.link_seconds])
 
     def gather(self, weights: Sequence[Tensor]) -> Steps:
         yield from ()
@@ -109,7 +120,7 @@ def sum_present(tensors: Sequence[Tensor | None]) -> Tensor | None:
     return total
 
 
-def to_host(vector: Tensor) -> Iterator[Wait | list[float]]:
+def to_host(vector: Tensor) -> Generator[Wait, None, list[float]]:
     """The numbers of a vector, without holding up the device's queue."""
     if vector.is_cuda:
         host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
@@ -118,4 +129,4 @@ def to_host(vector: Tensor) -> Iterator[Wait | list[float]]:
         event.record()
         yield OnDevice(event)
         vector = host
-    yield vector.tolist()
+    return vector.tolist()

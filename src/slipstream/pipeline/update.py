@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from slipstream.errors import UserError
 from slipstream.optim.corrections import Correction
-from slipstream.pipeline.peers import Gradients, Peers, Tally, Wait
+from slipstream.pipeline.peers import Gradients, Heard, Peers, Tally, Wait
 from slipstream.pipeline.versions import Target, Versions
 from slipstream.torch_private import copy_, mark_stepped, mul_, norms
 
@@ -53,7 +53,7 @@ class Updater:
         self.skipped = 0
         self.grad_norms: dict[int, float] = {}  # of recent groups; a skipped group's is not finite
         self.tally = Tally()
-        self.heard = Tally()  # what all ranks told in the last update
+        self.heard: dict[int, Heard] = {}  # what all ranks told, by recent group
         self.after_update: Callable[[int], None] | None = None
         self._pending: deque[_Transaction] = deque()
         self._values: dict[int, list[dict[str, Any]]] = {}
@@ -106,16 +106,13 @@ class Updater:
         if self.correction.corrects_gradient:
             yield _Turn(self, group)  # the correction reads z_g
             self._correct_gradient(group, grads)
-        squared: list[float] = []
-        for item in self.peers.exchange(self._squares(grads), self.tally):
-            if isinstance(item, list):
-                squared = item
-            else:
-                yield item
+        heard = yield from self.peers.exchange(self._squares(grads), self.tally)
         yield _Turn(self, group)
-        norm = math.sqrt(total) if math.isfinite(total := _sum(squared)) else math.nan
+        norm = math.sqrt(total) if math.isfinite(total := _sum(heard.squares)) else math.nan
         self.grad_norms[group] = norm
-        self.grad_norms.pop(group - RECENT_GROUPS, None)
+        self.heard[group] = heard
+        for recent in (self.grad_norms, self.heard):
+            recent.pop(group - RECENT_GROUPS, None)
         yield from self._step_and_publish(group, grads, norm)
         self.completed = group + 1
         if self.after_update is not None:

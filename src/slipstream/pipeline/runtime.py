@@ -1,0 +1,470 @@
+"""Schedule2BW: one forward, one backward, for ever, and no flush.
+
+Stage s runs w_s forwards once, then F_k, B_{k-w_s} without end. `step` hands in one group of m microbatches and
+returns while its last ones are still in flight; `drain` lets them land. Which weights a microbatch reads is
+`staleness.reads`, held by `Versions`; what an update does is `update.py`, advanced between actions so that the
+norm, the reductions and the tied weights travel in the slack. Nothing here knows how a tensor travels
+(`transport.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from slipstream.errors import StageError, UserError
+from slipstream.optim.corrections import Correction, build_correction
+from slipstream.pipeline import state as states
+from slipstream.pipeline.depth import choose_in_flight
+from slipstream.pipeline.gradients import Accumulator
+from slipstream.pipeline.links import Links
+from slipstream.pipeline.mesh import Mesh
+from slipstream.pipeline.microbatches import Microbatch, as_predicate, check_loss, merged, split
+from slipstream.pipeline.peers import Alone
+from slipstream.pipeline.sharding import collapse, materialised
+from slipstream.pipeline.torch_stage import read_stage
+from slipstream.pipeline.trace import Trace
+from slipstream.pipeline.transport import Spec, spec_of
+from slipstream.pipeline.update import Updater, check_covers
+from slipstream.pipeline.versions import Prepare, Replica, Versions, refuse_changing_buffers, split_shared
+from slipstream.schedule.actions import Kind
+from slipstream.schedule.asynchronous import warm_up_2bw
+from slipstream.schedule.timeline import Span
+
+logger = logging.getLogger("slipstream")
+DEFAULT_TIMEOUT_SECONDS = 300.0
+
+
+class _InFlight(NamedTuple):
+    """A microbatch between its forward and its backward on this stage."""
+
+    group: int
+    microbatch: int
+    replica: Replica
+    inputs: list[Tensor]
+    outputs: list[Tensor]  # on the last stage, the loss
+
+
+class Schedule2BW:
+    """PipeDream-2BW over `torch.distributed.pipelining` stages, one stage per rank. See the module docstring."""
+
+    def __init__(
+        self,
+        stage: Any,
+        n_microbatches: int,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        optimizer: Callable[[nn.Module], Optimizer] | None = None,
+        correction: str | Correction = "error_feedback",
+        max_grad_norm: float | None = None,
+        *,
+        synchronous: int | Callable[[int], bool] = 0,
+        in_flight: int | None = None,
+        bank_dtype: torch.dtype | None = None,
+        tied: dict[str, str | Sequence[str]] | None = None,
+        data_group: ProcessGroup | None = None,
+        shard_optimizer: bool = False,
+        prepare: Prepare | None = None,
+        timeout: float = DEFAULT_TIMEOUT_SECONDS,
+        link_latency: float = 0.0,
+    ) -> None:
+        self._stage = read_stage(stage)
+        _check_arguments(self._stage.last, loss_fn, optimizer, n_microbatches, self._stage.count)
+        assert optimizer is not None
+        self.n_microbatches = n_microbatches
+        self.loss_fn = loss_fn
+        self._synchronous = as_predicate(synchronous)
+        self._warm_up = warm_up_2bw(self._stage.count, n_microbatches, in_flight)[self._stage.index]
+        self._choose_depth = in_flight is None and self._stage.count > 1
+        module = self._stage.module
+        refuse_changing_buffers(module)
+        ties = _named_ties(tied, split_shared(module), module)
+        self._versions = Versions(module, self._synchronous, bank_dtype=bank_dtype, prepare=prepare)
+        parameters = self._versions.master.parameters
+        presharded = any(isinstance(p, DTensor) for p in parameters)
+        _check_sharding(presharded, shard_optimizer, data_group)
+        names = self._versions.names
+        indices = {key: [names.index(name) for name in local] for key, local in ties.items()}
+        if self._stage.count == 1 and data_group is None:
+            self._peers: Alone | Mesh = Alone(len(names), list(indices.values()))
+        else:
+            self._peers = Mesh(
+                [p.numel() for p in parameters], indices,
+                stage=self._stage.index, stages=self._stage.count, group=self._stage.group,
+                data_group=data_group, sharded=shard_optimizer, presharded=presharded, timeout_seconds=timeout,
+            )  # fmt: skip
+            self._peers.broadcast_ties(self._versions.master.weights)
+            for bank in self._versions.banks().values():
+                self._peers.broadcast_ties(bank.weights)
+        self._sharded = shard_optimizer
+        if shard_optimizer:
+            self._versions.owned = self._peers.owned
+            collapse(self._versions, self._peers.owned)
+        self.optimizer = optimizer(module)
+        owned = self._versions.owned
+        check_covers(self.optimizer, [names[i] for i in owned], [parameters[i] for i in owned])
+        self._updater = Updater(
+            [self._versions], self.optimizer, build_correction(correction), max_grad_norm, self._peers
+        )
+        self._accumulator = Accumulator(self._versions.master)
+        self._links = Links(self._stage, timeout, link_latency)
+        self._trace = Trace(self._stage.index, self._stage.device)
+        self._flight: deque[_InFlight] = deque()
+        self._spec: Spec | None = None  # of this stage's output, fixed by the first microbatch
+        self._depth_from: int | None = None
+        self._failed: str | None = None
+        self.group = 0  # groups handed in
+
+    # The loop ---------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Hand in one group: the inputs on the first stage, the target on the last, nothing in between.
+
+        Returns without flushing. `losses` is filled, on the last stage, with the losses of this group's
+        microbatches, taken at the bank. `return_outputs` makes the last stage return its outputs.
+        """
+        group = self.group
+        microbatches = self._cut(args, kwargs, target, losses)
+        with self._guarded():
+            if self._synchronous(group):
+                self.drain()
+            self._updater.enter(group)
+            self._await_bank(group)
+            self._adapt_depth(group)
+            results = []
+            for index, microbatch in enumerate(microbatches):
+                results.append(self._forward(group, index, microbatch, keep_output=return_outputs))
+                self._updater.advance()
+                if len(self._flight) > self._warm_up:
+                    self._backward()
+            self.group += 1
+            if self._synchronous(group):
+                self.drain()
+        if not self._stage.last:
+            return None
+        if losses is not None:
+            losses.clear()
+            losses.extend(loss for loss, _ in results)
+        return merged([output for _, output in results]) if return_outputs else None
+
+    def drain(self) -> None:
+        """Let everything in flight land and finish every update. The next group still reads its own bank."""
+        with self._guarded():
+            while self._flight:
+                self._backward()
+            self._updater.finish_all()
+            self._links.finish_sends()
+
+    def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
+        """A forward pass at the master, without gradients, of as many microbatches as a group has.
+
+        The last stage fills `losses` if it has a target, and returns its outputs if it has none.
+        """
+        microbatches = self._cut(args, kwargs, target, losses)
+        self.drain()
+        module = self._versions.module
+        was_training = module.training
+        module.eval()
+        results = []
+        with self._guarded(), torch.no_grad(), self.gathered_master():
+            spec = None
+            for index, microbatch in enumerate(microbatches):
+                spec = self._links.exchange_evaluation_spec(index, spec)
+                message = self._links.receive_evaluation(index, spec) if spec else list(microbatch[0])
+                output = self._stage.route.run(self._versions.master.call, message, microbatch[1])
+                if self._stage.last:
+                    loss = None if target is None else self._loss(output, microbatch[2]).detach()
+                    results.append((loss, None if loss is not None else output))
+                else:
+                    self._links.send_evaluation(index, _as_list(output))
+            self._links.finish_sends()
+        module.train(was_training)
+        if not self._stage.last:
+            return None
+        if losses is not None:
+            losses.clear()
+            losses.extend(loss for loss, _ in results if loss is not None)
+        return merged([output for _, output in results]) if target is None else None
+
+    def _forward(self, group: int, index: int, microbatch: Microbatch, keep_output: bool) -> tuple[Any, Any]:
+        args, kwargs, target = microbatch
+        replica = self._versions.replica(group)
+        more = index + 1 < self.n_microbatches
+        inputs = list(args) if self._stage.first else self._links.receive_activations(group, index, more)
+        with self._trace.action(Kind.FORWARD, group, index, max(group - 1, 0)):
+            self._gradient_sync(replica, last=index + 1 == self.n_microbatches)
+            output = self._stage.route.run(replica.call, inputs, kwargs)
+            loss = self._loss(output, target) if self._stage.last else None
+        outputs = [loss] if loss is not None else _as_list(output)
+        self._flight.append(_InFlight(group, index, replica, inputs, outputs))
+        if loss is None:
+            self._send_activations(group, index, outputs)
+            return None, None
+        return loss.detach(), _detached(output) if keep_output else None
+
+    def _send_activations(self, group: int, index: int, outputs: list[Tensor]) -> None:
+        spec = spec_of(outputs)
+        if self._spec is None:
+            self._spec = spec
+            self._updater.tally.link_seconds = self._links.introduce(spec)
+        elif spec != self._spec:
+            raise UserError(
+                f"Stage {self._stage.index} returned {_shapes(spec)} for group {group}, microbatch {index}, but "
+                f"{_shapes(self._spec)} before. Every microbatch must have the same shapes: pad or drop the odd one."
+            )
+        self._links.send_activations(group, index, outputs, spec)
+
+    def _backward(self) -> None:
+        group, index, replica, inputs, outputs = self._flight.popleft()
+        if self._stage.last:
+            grads = [torch.full_like(outputs[0], 1.0 / self.n_microbatches)]
+            roots = outputs
+        else:
+            roots = [output for output in outputs if output.requires_grad]
+            grads = self._links.receive_gradients(group, index)
+        with self._trace.action(Kind.BACKWARD, group, index, max(group - 1, 0)):
+            if roots:
+                torch.autograd.backward(roots, grads)
+            self._accumulator.add(replica)
+        if not self._stage.first:
+            self._links.send_gradients(group, index, inputs, keep=self.n_microbatches)
+        if index + 1 == self.n_microbatches:
+            self._tell_times()
+            with self._trace.action(Kind.UPDATE, group, version=group + 1):
+                self._updater.begin(group, self._accumulator.take(replica))
+        else:
+            self._updater.advance()
+
+    def _loss(self, output: Any, target: Any) -> Tensor:
+        assert self.loss_fn is not None
+        return check_loss(self.loss_fn(output, target))
+
+    def _await_bank(self, group: int) -> None:
+        """Group g reads what update g-2 published; after a flush, what update g-1 did."""
+        if group not in self._versions.banks():
+            self._updater.finish(group - 2)
+        assert group in self._versions.banks(), f"group {group} has no bank: {sorted(self._versions.banks())}"
+
+    def _adapt_depth(self, group: int) -> None:
+        """Take the number of microbatches in flight from measured times, at a group all stages know them."""
+        if not self._choose_depth:
+            return
+        if self._depth_from is None:
+            self._depth_from = group + 3  # update group + 1 is done on every stage before that group enters
+        if group == self._depth_from:
+            self._choose_depth = False
+            heard = self._updater.heard[group - 2]
+            chosen = choose_in_flight(
+                self._stage.count, self.n_microbatches, max(heard.work_seconds), max(heard.link_seconds)
+            )
+            self._warm_up = warm_up_2bw(self._stage.count, self.n_microbatches, chosen)[self._stage.index]
+
+    def _tell_times(self) -> None:
+        least = self._trace.least_seconds
+        self._updater.tally.work_seconds = least[Kind.FORWARD] + least[Kind.BACKWARD]
+
+    @staticmethod
+    def _gradient_sync(replica: Replica, last: bool) -> None:
+        """FSDP2 reduces gradients in the backward of a group's last microbatch only."""
+        synchronise = getattr(replica.module, "set_requires_gradient_sync", None)
+        if synchronise is not None:
+            synchronise(last)
+
+    # State ------------------------------------------------------------------------------------------------
+
+    @property
+    def master(self) -> nn.Module:
+        """The module with the newest weights this stage has (call `drain` for those of every group handed in)."""
+        if self._sharded:
+            raise UserError(
+                "The optimizer is sharded: no rank holds the whole master. Use `with schedule.gathered_master() as "
+                "module`, on all data ranks together."
+            )
+        return self._versions.module
+
+    @contextlib.contextmanager
+    def gathered_master(self) -> Iterator[nn.Module]:
+        """The whole master, gathered from its owners where the optimizer is sharded."""
+        if not self._sharded:
+            yield self._versions.module
+            return
+        with materialised(self._versions, self._peers):
+            yield self._versions.module
+
+    def capture(self) -> states.State:
+        """The state at the boundary this stage has reached, without draining: for `after_update`."""
+        return states.cloned(states.capture(self._updater))
+
+    def state_dict(self) -> states.State:
+        """Drain, then the state of this stage. `merge_states` joins the stages' states."""
+        self.drain()
+        return self.capture()
+
+    def load_state_dict(self, state: states.State) -> None:
+        """Continue from a state: this stage's own, or the union of all, saved with any number of stages."""
+        self.drain()
+        states.restore(self._updater, state)
+        self.group = state["group"]
+        if self._choose_depth:
+            self._depth_from = None
+
+    @property
+    def after_update(self) -> Callable[[int], None] | None:
+        """Called with g right after update g is published on this stage."""
+        return self._updater.after_update
+
+    @after_update.setter
+    def after_update(self, hook: Callable[[int], None] | None) -> None:
+        self._updater.after_update = hook
+
+    @property
+    def completed(self) -> int:
+        """Updates done on this stage."""
+        return self._updater.completed
+
+    @property
+    def skipped(self) -> int:
+        """Groups skipped, on all stages alike, because their gradient was not finite."""
+        return self._updater.skipped
+
+    @property
+    def grad_norms(self) -> dict[int, float]:
+        """The gradient norm over all stages, before clipping, of recent groups."""
+        return self._updater.grad_norms
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches this stage keeps between forward and backward."""
+        return self._warm_up + 1
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time spent computing since the start."""
+        return self._trace.busy_seconds
+
+    def request_stop(self) -> None:
+        """Ask all stages to stop; it travels with the next update. See `stopping`."""
+        self._updater.tally.stop = True
+
+    def stopping(self) -> bool:
+        """Whether to hand in no further group: the same answer for the same group on every rank.
+
+        Waits for the update of two groups ago, which the next step would wait for anyway.
+        """
+        with self._guarded():
+            self._updater.finish(self.group - 2)
+        return any(heard.stop for group, heard in self._updater.heard.items() if group <= self.group - 2)
+
+    def trace(self, on: bool) -> None:
+        """Record what this stage does and when."""
+        self._trace.on = on
+
+    def take_trace(self) -> list[Span]:
+        """The spans recorded since the last call."""
+        return self._trace.take()
+
+    # Errors -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        if self._failed is not None:
+            raise UserError(
+                f"This schedule failed before ({self._failed}) and cannot go on. Make a new one and load the last state."
+            )
+        try:
+            yield
+        except StageError as error:
+            self._failed = str(error)
+            raise StageError(f"Stage {self._stage.index} {error}") from error.__cause__
+        except BaseException as error:
+            self._failed = f"{type(error).__name__}: {error}"
+            raise
+
+    def _cut(self, args: tuple, kwargs: dict[str, Any], target: Any, losses: Any) -> list[Microbatch]:
+        stage = self._stage
+        if self._failed is None:
+            if stage.first != bool(args or kwargs) and stage.first:
+                raise UserError("The first stage needs the input: step(x).")
+            if args and not stage.first:
+                raise UserError(
+                    f"Stage {stage.index} takes no input: only the first stage does. Call step()."
+                )
+            if not stage.last and (target is not None or losses is not None):
+                raise UserError(
+                    f"Stage {stage.index} of {stage.count} takes no target or losses: only the last stage does."
+                )
+        return split(args, kwargs, target, self.n_microbatches)
+
+
+def _check_arguments(last: bool, loss_fn: Any, optimizer: Any, n_microbatches: int, stages: int) -> None:
+    if optimizer is None or not callable(optimizer) or isinstance(optimizer, Optimizer):
+        raise UserError(
+            "optimizer must be a callable that takes the master module and returns a torch optimizer, for example "
+            "lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3)."
+        )
+    if last and loss_fn is None:
+        raise UserError("The last stage needs loss_fn(output, target).")
+    if n_microbatches < stages:
+        raise UserError(
+            f"2BW needs at least as many microbatches as stages: n_microbatches={n_microbatches} < {stages} stages. "
+            f"Set n_microbatches to {stages} or more, or use fewer stages."
+        )
+
+
+def _check_sharding(presharded: bool, sharded: bool, data_group: ProcessGroup | None) -> None:
+    if (presharded or sharded) and data_group is None:
+        raise UserError(
+            "Sharded parameters or a sharded optimizer need data_group, the ranks that share them."
+        )
+    if presharded and sharded:
+        raise UserError(
+            "FSDP already shards the optimizer. Set shard_optimizer=False, or prepare without FSDP."
+        )
+
+
+def _named_ties(
+    tied: dict[str, str | Sequence[str]] | None, shared: list[list[str]], module: nn.Module
+) -> dict[str, list[str]]:
+    """Tied weights of this stage by name: those the user named, and those that were one Parameter."""
+    names = {name for name, _ in module.named_parameters()}
+    ties: dict[str, list[str]] = {}
+    for key, local in (tied or {}).items():
+        ties[key] = [local] if isinstance(local, str) else list(local)
+        for name in ties[key]:
+            if name not in names:
+                raise UserError(f"tied={{{key!r}: {name!r}}}: this stage has no such parameter.")
+    for group in shared:
+        key = next((key for key, local in ties.items() if set(local) & set(group)), f"shared {group[0]}")
+        ties[key] = sorted({*ties.get(key, []), *group}, key=[*group, *ties.get(key, [])].index)
+    return {key: local for key, local in ties.items()}
+
+
+def _as_list(output: Any) -> list[Tensor]:
+    outputs = list(output) if isinstance(output, tuple | list) else [output]
+    for item in outputs:
+        if not isinstance(item, Tensor):
+            raise UserError(f"A stage must return tensors for the next one, not {type(item).__name__}.")
+    return outputs
+
+
+def _detached(output: Any) -> Any:
+    return output.detach() if isinstance(output, Tensor) else tuple(_detached(item) for item in output)
+
+
+def _shapes(spec: Spec) -> str:
+    return ", ".join(f"{tuple(s.shape)} {str(s.dtype).removeprefix('torch.')}" for s in spec)

@@ -1,0 +1,44 @@
+"""A master of which each data rank holds its own parameters only (ZeRO-1).
+
+A parameter that another rank owns keeps its shape and no memory: its data is one element, expanded. It does not
+require a gradient, so optimizers make no state for it. `materialised` brings the whole master together for an
+evaluation or an export.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from slipstream.pipeline.peers import Peers
+from slipstream.pipeline.versions import Versions, local
+
+
+def collapse(versions: Versions, owned: Sequence[int]) -> None:
+    """Free the parameters of the master that are not owned here."""
+    keep = set(owned)
+    for index, parameter in enumerate(versions.master.parameters):
+        if index not in keep:
+            parameter.requires_grad_(False)
+            parameter.data = torch.zeros(1, dtype=parameter.dtype, device=parameter.device).expand(
+                parameter.shape
+            )
+            versions.master.weights[index] = local(parameter)
+
+
+@contextlib.contextmanager
+def materialised(versions: Versions, peers: Peers) -> Iterator[None]:
+    """Inside, every rank has the whole master; all data ranks must enter together."""
+    keep = set(peers.owned)
+    for index, parameter in enumerate(versions.master.parameters):
+        if index not in keep:
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            versions.master.weights[index] = local(parameter)
+    for step in peers.gather(versions.master.weights):
+        step.wait()
+    try:
+        yield
+    finally:
+        collapse(versions, peers.owned)
