@@ -1,0 +1,254 @@
+"""What an optimizer step costs, ours against torch's and pytorch-optimizer's, and what error feedback adds.
+
+Two tables. *Steps*: one step over the hidden matrices of a preset, gradients given, every contender once per
+round in a rotating order. *Corrections*: a whole training step (forward, backward, update, publish) without
+correction and with error feedback, in the same way, and the bytes that live on after the step under each.
+A contender that cannot run is listed with its error.
+
+    python -m slipstream.bench.optim --device cuda --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+
+from slipstream.errors import UserError
+from slipstream.models.sizes import PRESETS, ModelConfig
+from slipstream.models.stages import build_model
+from slipstream.optim.build import build
+from slipstream.optim.corrections import build_correction
+from slipstream.optim.muon import Muon
+from slipstream.pipeline.emulator import Emulator
+
+OURS, TORCH, LIBRARY = "slipstream muon", "torch.optim.Muon", "pytorch-optimizer Muon"
+
+
+def run(
+    as_json: bool = False,
+    device: str | None = None,
+    preset: str | None = None,
+    rounds: int = 7,
+    corrections: bool = True,
+) -> dict[str, Any]:
+    """Measure and print. Default: a GPU with smollm2-360m if there is one, else the CPU with cpu-default."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    preset = preset or ("smollm2-360m" if device.startswith("cuda") else "cpu-default")
+    if preset not in PRESETS:
+        raise UserError(f"There is no model preset {preset!r}. Presets: {', '.join(PRESETS)}.")
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "preset": preset,
+        "steps": measure_steps(PRESETS[preset], device, rounds),
+    }
+    if corrections:
+        result["corrections"] = measure_corrections(PRESETS[preset], device, rounds)
+    print(json.dumps(result, indent=2)) if as_json else _print(result)
+    return result
+
+
+def matrices(config: ModelConfig, device: str) -> list[nn.Parameter]:
+    """The hidden matrices of a dense model of this shape, filled with noise; no model is built for it."""
+    kv, query = config.kv_dim, config.heads * config.head_dim
+    layer = [(query, config.dim), (kv, config.dim), (kv, config.dim), (config.dim, query)]
+    layer += [(config.ffn, config.dim), (config.ffn, config.dim), (config.dim, config.ffn)]
+    generator = torch.Generator(device).manual_seed(0)
+    params = []
+    for shape in layer * config.layers:
+        params.append(nn.Parameter(torch.randn(shape, generator=generator, device=device) * 0.02))
+        params[-1].grad = torch.randn(shape, generator=generator, device=device)
+    return params
+
+
+def _library_muon(params: list[nn.Parameter]) -> Optimizer:
+    import pytorch_optimizer
+
+    return pytorch_optimizer.Muon([{"params": params, "use_muon": True}], use_adjusted_lr=True)
+
+
+CONTENDERS: Mapping[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    OURS: lambda params: Muon([{"params": params, "algorithm": "muon"}]),
+    TORCH: lambda params: torch.optim.Muon(params, adjust_lr_fn="match_rms_adamw"),
+    LIBRARY: _library_muon,
+    "torch.optim.AdamW (fused)": lambda params: torch.optim.AdamW(params, fused=True),
+}
+
+
+def measure_steps(config: ModelConfig, device: str, rounds: int) -> dict[str, Any]:
+    """Milliseconds of one step over the hidden matrices, for each contender; ratios against ours."""
+    params = matrices(config, device)
+    start = [parameter.detach().clone() for parameter in params]
+    runs: dict[str, Callable[[], None]] = {}
+    errors: dict[str, str] = {}
+    for name, make in CONTENDERS.items():
+        try:
+            optimizer = make(params)
+            optimizer.step()
+            runs[name] = optimizer.step
+        except Exception as error:  # a rival that is missing or refuses must not end the benchmark
+            errors[name] = f"{type(error).__name__}: {error}"
+
+    def restore() -> None:  # a rival may use the gradients as scratch, and weights must not run away
+        generator = torch.Generator(device).manual_seed(1)
+        for parameter, value in zip(params, start, strict=True):
+            parameter.data.copy_(value)
+            parameter.grad = torch.randn(value.shape, generator=generator, device=device)
+
+    times = _rotate(runs, rounds, device, restore)
+    rows: dict[str, Any] = {name: {"error": text} for name, text in errors.items()}
+    for name, seconds in times.items():
+        rows[name] = {"ms": median(seconds) * 1e3, "least_ms": min(seconds) * 1e3}
+        rows[name]["times_ours"] = median(seconds) / median(times[OURS])
+    return {"matrices": len(params), "elements": sum(p.numel() for p in params), "contenders": rows}
+
+
+def measure_corrections(config: ModelConfig, device: str, rounds: int) -> dict[str, Any]:
+    """A whole training step without correction and with error feedback: time, and bytes that stay."""
+    on_gpu = device.startswith("cuda")
+    microbatches, rows, sequence = (4, 4, 1024) if on_gpu else (4, 2, 128)
+    generator = torch.Generator(device).manual_seed(0)
+    tokens = torch.randint(
+        config.vocab, (microbatches * rows, sequence + 1), generator=generator, device=device
+    )
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def make(correction: str) -> tuple[Callable[[], None], int]:
+        before = _live_bytes(device)
+        emulator = Emulator(
+            build_model(config, seed=0, device=device),
+            microbatches,
+            _loss,
+            lambda master: build("muon", master),
+            correction,
+            bank_dtype=torch.bfloat16 if on_gpu else None,
+        )
+
+        def step() -> None:
+            emulator.step(inputs, targets)
+            emulator.drain()
+
+        for _ in range(3):
+            step()
+        return step, _live_bytes(device) - before
+
+    names = ("none", "error_feedback")
+    made = {name: make(name) for name in names}
+    times = _rotate({name: made[name][0] for name in names}, rounds, device, lambda: None)
+    plain = median(times["none"])
+    ratios = [fed / bare for fed, bare in zip(times["error_feedback"], times["none"], strict=True)]
+    publish = _publish_seconds(config, device, rounds)
+    return {
+        "tokens_per_step": microbatches * rows * sequence,
+        "step_ms": {name: median(times[name]) * 1e3 for name in names},
+        "step_overhead": median(ratios) - 1,
+        "publish_ms": {name: publish[name] * 1e3 for name in names},
+        "publish_overhead": (publish["error_feedback"] - publish["none"]) / plain,
+        "lasting_bytes": {name: made[name][1] for name in names},
+        "error_feedback_lasting_bytes": made["error_feedback"][1] - made["none"][1],
+    }
+
+
+def _publish_seconds(config: ModelConfig, device: str, rounds: int) -> dict[str, float]:
+    """Publishing alone, z_g kept as the engine keeps it: in the bank itself, or in a copy of the master."""
+    new = [parameter.detach() for parameter in matrices(config, device)]
+    bank_dtype = torch.bfloat16 if device.startswith("cuda") else new[0].dtype
+    banks = [tensor.to(bank_dtype, copy=True) for tensor in new]
+    unused = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+
+    def publish(name: str) -> None:
+        correction = build_correction(name)
+        old: list[Tensor] | None = None
+        if correction.needs_previous:
+            old = [
+                bank.copy_(z) if bank.dtype == z.dtype else z.clone()
+                for bank, z in zip(banks, new, strict=True)
+            ]
+        correction.publish(banks, new, old, unused, [], 1)
+
+    runs = {name: lambda name=name: publish(name) for name in ("none", "error_feedback")}
+    return {name: median(times) for name, times in _rotate(runs, rounds, device, lambda: None).items()}
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _rotate(
+    runs: Mapping[str, Callable[[], None]], rounds: int, device: str, between: Callable[[], None]
+) -> dict[str, list[float]]:
+    """Seconds of each run in each round; the order rotates, so that none always follows the same other."""
+    names = list(runs)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds + 1):  # the first round warms up
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            between()
+            _synchronise(device)
+            start = time.perf_counter()
+            runs[name]()
+            _synchronise(device)
+            if number:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def _synchronise(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def _live_bytes(device: str) -> int:
+    """Bytes held: by the CUDA allocator, or on a CPU by every tensor alive."""
+    gc.collect()
+    if device.startswith("cuda"):
+        _synchronise(device)
+        return torch.cuda.memory_allocated(device)
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in gc.get_objects()
+        if issubclass(type(tensor), Tensor)  # isinstance would wake lazy objects
+    }
+    return sum(storages.values())
+
+
+def _print(result: Mapping[str, Any]) -> None:
+    console = Console(highlight=False)
+    steps = result["steps"]
+    title = f"one step over {steps['matrices']} matrices of {result['preset']}, {result['device']}"
+    table = Table("optimizer", "ms", "least ms", "times ours", title=title)
+    for name, row in steps["contenders"].items():
+        if "error" in row:
+            table.add_row(name, row["error"], "", "")
+        else:
+            table.add_row(name, f"{row['ms']:.2f}", f"{row['least_ms']:.2f}", f"{row['times_ours']:.2f}")
+    console.print(table)
+    if corrections := result.get("corrections"):
+        none, fed = (corrections["step_ms"][name] for name in ("none", "error_feedback"))
+        console.print(
+            f"training step: {none:.2f} ms, with error feedback {fed:.2f} ms "
+            f"({corrections['step_overhead']:+.1%}; publishing {corrections['publish_overhead']:+.1%}); "
+            f"lasting memory {corrections['error_feedback_lasting_bytes']:+d} bytes"
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="What an optimizer step costs.")
+    parser.add_argument("--device")
+    parser.add_argument("--preset")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--no-corrections", dest="corrections", action="store_false")
+    parser.add_argument("--json", dest="as_json", action="store_true")
+    run(**vars(parser.parse_args()))
