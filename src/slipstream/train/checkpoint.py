@@ -159,14 +159,17 @@ def newest_good(root: Path, report: Callable[[str], None]) -> tuple[Path, Manife
 
 
 def read(
-    path: Path, found: Manifest, names: Callable[[str], bool] = lambda name: True
+    path: Path,
+    found: Manifest,
+    names: Callable[[str], bool] = lambda name: True,
+    sections: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """The state trees of all pieces, holding only tensors whose parameter name is wanted."""
+    """The state trees of all pieces; only tensors of the wanted parameters (and sections) are read."""
 
     def wanted(key: str) -> bool:
         parts = [part.replace("~1", "/").replace("~0", "~") for part in key.split("/")]
         owner = parts[2] if parts[0] == "banks" else parts[1]  # banks/<reader>/<name>, section/<name>[/<key>]
-        return names(owner)
+        return names(owner) and (sections is None or parts[0] in sections)
 
     return [read_piece(path, piece, wanted) for piece in found.pieces]
 

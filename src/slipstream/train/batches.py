@@ -1,0 +1,67 @@
+"""Groups of a dataset as the tensors one rank needs, loaded ahead of time.
+
+Invariant: what a rank gets is a pure function of (group, its place): the whole group is read everywhere,
+and of each microbatch's rows data rank d takes its share. So neither P nor D nor a restart changes the
+tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.data.tokens import Prefetch, TokenDataset
+from slipstream.train.loss import pack_targets
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One group on one rank: inputs [B, T] on the first stage, packed targets [B, T + 1] on the last."""
+
+    inputs: Tensor | None
+    targets: Tensor | None
+
+    def to(self, device: torch.device) -> Batch:
+        """Start the copies to the device; pinned memory lets them overlap with compute."""
+        return Batch(_to(self.inputs, device), _to(self.targets, device))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which part of a group a rank needs."""
+
+    microbatches: int
+    first: bool = True
+    last: bool = True
+    data_rank: int = 0
+    data_ranks: int = 1
+    pin: bool = False
+
+
+def load(dataset: TokenDataset, group: int, place: Place) -> Batch:
+    """Group `group` of the dataset as this rank needs it."""
+    if not (place.first or place.last):
+        return Batch(None, None)
+    inputs, targets = dataset.batch(group)
+    inputs, targets = _share(inputs, place), _share(pack_targets(targets), place)
+    if place.pin:
+        inputs, targets = inputs.pin_memory(), targets.pin_memory()
+    return Batch(inputs if place.first else None, targets if place.last else None)
+
+
+def ahead(dataset: TokenDataset, place: Place, start: int) -> Prefetch[Batch]:
+    """A thread that keeps the next groups ready, from `start` on."""
+    return Prefetch(lambda group: load(dataset, group, place), start)
+
+
+def _share(rows: Tensor, place: Place) -> Tensor:
+    """This data rank's rows of every microbatch."""
+    size = rows.shape[0] // place.microbatches // place.data_ranks
+    grid = rows.view(place.microbatches, place.data_ranks, size, rows.shape[1])
+    return grid[:, place.data_rank].reshape(-1, rows.shape[1])
+
+
+def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device, non_blocking=True)

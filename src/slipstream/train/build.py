@@ -1,0 +1,179 @@
+"""From a resolved config to the parts of a run: data, modules, optimizer, learning rate, loss.
+
+Invariant: nothing here depends on P except which layers a rank holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from slipstream.config import Config
+from slipstream.config.resolve import model_config, updates
+from slipstream.config.settings import ModelSettings
+from slipstream.data.corpus import embedded
+from slipstream.data.shards import read_meta
+from slipstream.data.tokens import TokenDataset
+from slipstream.errors import UserError
+from slipstream.models.sizes import ModelConfig
+from slipstream.models.stages import Stage, build_stage, split
+from slipstream.optim.build import build as build_optimizer
+from slipstream.optim.corrections import Correction, build_correction, synchronous_groups
+from slipstream.optim.lr import schedule as lr_schedule
+from slipstream.train.export import read_config, read_weights
+
+
+def adopt_shape(config: Config) -> Config:
+    """With model.init_from the folder's config.json is the shape; a key that contradicts it is refused."""
+    if config.model.init_from is None:
+        return config
+    found = read_config(Path(config.model.init_from))
+    names = [field.name for field in dataclasses.fields(found) if field.name in ModelSettings.model_fields]
+    given = {name: getattr(config.model, name) for name in names if name in config.model.model_fields_set}
+    wrong = {name: value for name, value in given.items() if value not in (None, getattr(found, name))}
+    if wrong:
+        name, value = next(iter(wrong.items()))
+        raise UserError(
+            f"model.{name} = {value} contradicts model.init_from, whose config.json has "
+            f"{getattr(found, name)}. "
+            f"Drop model.{name}."
+        )
+    values = {name: getattr(found, name) for name in names}
+    return config.model_copy(update={"model": config.model.model_copy(update=values)})
+
+
+def data_folder(config: Config) -> Path:
+    """The shards of the run; the embedded corpus is tokenised on first use."""
+    if config.data.path is not None:
+        return Path(config.data.path)
+    assert config.model.vocab is not None
+    return embedded(config.model.vocab)
+
+
+def datasets(config: Config, folder: Path) -> tuple[TokenDataset, TokenDataset]:
+    """(training, validation); a batch is one group."""
+    rows = config.pipeline.microbatches * config.pipeline.microbatch_size
+    options: dict[str, Any] = {
+        "vocab": config.model.vocab,
+        "mask_document_ends": config.data.mask_documents,
+    }
+    train = TokenDataset(folder, "train", config.data.sequence, rows, config.train.seed, **options)
+    valid = TokenDataset(folder, "valid", config.data.sequence, rows, shuffle=False, **options)
+    return train, valid
+
+
+def shape(config: Config, folder: Path) -> ModelConfig:
+    """The model's shape, with the data's end-of-document token where documents are masked."""
+    model = model_config(config.model)
+    if not config.data.mask_documents:
+        return model
+    return dataclasses.replace(
+        model, document_mask=True, end_of_document=read_meta(folder)["end_of_document"]
+    )
+
+
+def device(config: Config, local_rank: int = 0) -> torch.device:
+    available = torch.cuda.is_available()
+    if config.train.device == "cuda" and not available:
+        raise UserError("train.device = 'cuda', and torch sees no GPU. Set train.device=cpu.")
+    if config.train.device == "cpu" or not available:
+        if config.train.dtype != "float32":
+            raise UserError(
+                f"train.dtype = '{config.train.dtype}' needs a GPU: bfloat16 on a CPU is unusably slow. "
+                "Set train.dtype=float32."
+            )
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def stage_modules(
+    config: Config, model: ModelConfig, count: int, indices: list[int], where: torch.device
+) -> list[Stage]:
+    """The stage modules `indices` of a model cut into `count`."""
+    layers = split(model, count, config.pipeline.boundaries, config.data.sequence)
+    # A routed layer adds its losses in its own backward, scaled as the engine scales a microbatch's loss.
+    weight = 1.0 if config.synchronous else 1.0 / config.pipeline.microbatches
+    built = []
+    for index in indices:
+        stage = build_stage(
+            model,
+            layers[index].start,
+            layers[index].stop,
+            embedding=index == 0,
+            head=index == count - 1,
+            seed=config.train.seed,
+            device=where,
+        )
+        stage.auxiliary_weight = weight
+        stage.activation_checkpointing = config.train.activation_checkpointing
+        built.append(stage)
+    if config.model.init_from is not None:
+        weights = read_weights(Path(config.model.init_from), model)
+        for stage in built:
+            stage.load_state_dict({name: weights[name] for name, _ in stage.named_parameters()})
+    return built
+
+
+def optimizer_factory(config: Config) -> Callable[[nn.Module], Optimizer]:
+    optim = config.optim
+    options = {
+        "lr": optim.lr,
+        "weight_decay": optim.weight_decay,
+        "adamw_lr": optim.adamw_lr,
+        "betas": optim.betas,
+        "momentum": optim.momentum,
+    }
+    return lambda module: build_optimizer(optim.name, module, **options, **optim.options)
+
+
+def correction(config: Config) -> Correction:
+    optim = config.optim
+    assert optim.correction is not None
+    options: dict[str, Any] = {}
+    if optim.correction == "lr_scaling":
+        options = {"steps": config.train.steps, "start": updates(optim.sync_start, config.train.steps)}
+    if optim.correction_lambda is not None:
+        options["lam"] = optim.correction_lambda
+    return build_correction(optim.correction, **options)
+
+
+def flushed(config: Config) -> Callable[[int], bool]:
+    """Which groups are synchronous."""
+    steps = config.train.steps
+    return synchronous_groups(
+        updates(config.optim.sync_start, steps), updates(config.optim.sync_finish, steps), steps
+    )
+
+
+def learning_rate(config: Config) -> Callable[[int], float]:
+    """The multiplier of update g."""
+    optim, steps = config.optim, config.train.steps
+    assert optim.floor is not None
+    return lr_schedule(optim.schedule, 1.0, steps, updates(optim.warmup, steps), optim.floor)
+
+
+def preparation(config: Config) -> Callable[[nn.Module], Any] | None:
+    """What is applied to each replica and the master: compilation, and autocast where weights are wider."""
+    train = config.train
+    if not train.compile and train.dtype == "float32":
+        return None
+
+    def prepare(module: nn.Module) -> Any:
+        call = torch.compile(module) if train.compile else module
+        narrow = all(p.dtype == torch.bfloat16 for p in module.parameters())
+        if train.dtype == "float32" or narrow:
+            return call
+
+        def autocast(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast("cuda", torch.bfloat16):
+                return call(*args, **kwargs)
+
+        return autocast
+
+    return prepare

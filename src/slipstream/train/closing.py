@@ -1,0 +1,92 @@
+"""The end of a run, for the person who started it: the loss against what it is worth, a sample, every
+path.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slipstream.config import Config
+from slipstream.data.tokens import TokenDataset
+from slipstream.metrics.progress import Show, duration
+from slipstream.metrics.record import Recorder
+from slipstream.metrics.report import write_report
+from slipstream.models.sizes import ModelConfig
+from slipstream.train.evaluate import unigram_entropy
+from slipstream.train.generate import load_trained, write
+from slipstream.train.master import TOKENIZER_FILE
+from slipstream.train.trainer import Outcome
+
+
+def close(
+    config: Config,
+    outcome: Outcome,
+    data: TokenDataset,
+    model: ModelConfig,
+    recorder: Recorder,
+    show: Show,
+    busy: tuple[float, ...],
+) -> None:
+    """Say how it ended; for a finished run also sample, record `finish`, and write the report."""
+    folder = Path(config.run.dir)
+    if outcome.reason == "signal":
+        show.note(f"Stopped at step {outcome.step}, saved. The same command resumes it.", "bold")
+        return
+    if outcome.reason != "finished":
+        return
+    assert outcome.validation_loss is not None
+    entropy = unigram_entropy(data, model.vocab)
+    _say_speed(show, busy)
+    show.note(
+        f"validation loss (master) {outcome.validation_loss:.4f} nats/token; unigram entropy of the corpus "
+        f"{entropy:.4f}",
+        "bold green" if outcome.validation_loss < entropy else "bold yellow",
+    )
+    if config.train.sample_tokens and (folder / TOKENIZER_FILE).is_file():
+        prompt = config.train.sample_prompt
+        trained = load_trained(folder)
+        text = write(trained, prompt, config.train.sample_tokens, temperature=0.8, top_k=40, seed=0)
+        recorder.write("sample", outcome.step, prompt=prompt, text=text)
+        show.note(f"sample:\n{prompt}{text}")
+    tokens = outcome.step * config.tokens_per_step
+    recorder.write(
+        "finish",
+        outcome.step,
+        validation_loss=outcome.validation_loss,
+        unigram_entropy=entropy,
+        tokens=tokens,
+        seconds=round(recorder.seconds, 3),
+    )
+    write_report([folder], folder / "report.html")
+    show.note(f"Finished {outcome.step} steps, {tokens:,} tokens, in {duration(recorder.seconds)}.")
+    show.note(paths(folder))
+
+
+def say_finished(folder: Path, step: int) -> None:
+    show = Show(step)
+    show.note(f"This run is finished: {step} steps. Set another run.dir, or run.fork_from={folder} to go on.")
+    show.note(paths(folder))
+
+
+def paths(folder: Path) -> str:
+    """Everything the run wrote."""
+    meanings = {
+        "report.html": "the run as one page",
+        "events.jsonl": "every step, validation and checkpoint",
+        "config.toml": "the resolved run; starts it again",
+        "environment.json": "versions, machine, seeds, data",
+        "tokenizer.json": "the tokenizer",
+        "checkpoints": "the newest weights and state",
+        "logs": "the other ranks' lines",
+    }
+    lines = [
+        f"  {folder / name}  {meaning}" for name, meaning in meanings.items() if (folder / name).exists()
+    ]
+    return "\n".join(["Written:", *lines, f"Next: slipstream generate {folder} 'PROMPT'"])
+
+
+def _say_speed(show: Show, busy: tuple[float, ...]) -> None:
+    if len(busy) > 1:
+        slowest = max(range(len(busy)), key=lambda stage: busy[stage])
+        shares = ", ".join(f"stage {stage} {share:.0%}" for stage, share in enumerate(busy))
+        show.note(f"busy: {shares}; the slowest is stage {slowest}")

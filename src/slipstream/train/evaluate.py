@@ -1,0 +1,50 @@
+"""Validation at the master, and the number it is measured against.
+
+The loss is the mean over the same first tokens of the validation split every time. Invariant: nothing here
+changes the trajectory: the pipeline is drained, the master is read, and the next group reads the bank it
+would have read anyway.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from slipstream.data.tokens import TokenDataset
+from slipstream.train.batches import Place, load
+from slipstream.train.board import Board
+from slipstream.train.engine import Engine
+
+
+def validate(
+    engine: Engine,
+    dataset: TokenDataset,
+    batches: int,
+    place: Place,
+    device: torch.device,
+    board: Board,
+    step: int,
+) -> float:
+    """The validation loss, the same on every rank."""
+    batches = max(1, min(batches, dataset.num_windows // dataset.batch_size))
+    engine.drain()
+    losses = []
+    for group in range(batches):
+        losses += engine.evaluate(load(dataset, group, place).to(device))
+    if place.last:
+        board.post(f"valid/{step}/{place.data_rank}", torch.stack(losses).double().mean().item())
+    shares = board.wait(*(f"valid/{step}/{rank}" for rank in range(place.data_ranks)))
+    return sum(shares) / len(shares)
+
+
+def unigram_entropy(dataset: TokenDataset, vocab: int, limit: int = 20_000_000) -> float:
+    """Nats per token of the best model that knows only how often each token occurs."""
+    counts = np.zeros(vocab, dtype=np.int64)
+    left = limit
+    for shard in dataset.shards:
+        counts += np.bincount(np.asarray(shard[:left]), minlength=vocab)[:vocab]
+        left -= min(left, len(shard))
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum()) if share.size else math.nan

@@ -1,0 +1,203 @@
+"""The run folder: who may write in it, and what starting there means.
+
+    config.toml (resolved)   environment.json   events.jsonl   checkpoints/   logs/   report.html
+
+Invariant: one run at a time (`lock`, released by the system when its holder dies), and a folder's trajectory
+never changes: a start that would change it is refused with the difference shown.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import secrets
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any
+
+from slipstream.config import Change, Config, changes, from_tree, to_toml
+from slipstream.errors import CheckpointError, UserError
+from slipstream.metrics.record import cut_back, has_event
+from slipstream.train import checkpoint
+
+LOCK_PATIENCE_SECONDS = 10.0  # the workers of a killed launcher need a moment to notice
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks do: decided once, by the leader."""
+
+    step: int  # updates already done
+    source: str | None  # checkpoint folder to load, None: initial weights
+    finished: bool
+    forked: bool  # `source` belongs to another run
+    data_offset: int  # groups of data left out by rollbacks
+    nonce: str
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Plan:
+        return cls(**(values | {"notes": tuple(values["notes"])}))
+
+
+def checkpoints(folder: Path) -> Path:
+    return folder / "checkpoints"
+
+
+def lock(folder: Path) -> IO[str]:
+    """Make the folder and take its lock for as long as the returned file stays open."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"run.dir '{folder}' cannot be written: {error}. Set run.dir to a writable folder."
+        ) from None
+    deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                raise UserError(
+                    f"run.dir '{folder}' is in use by process {file.read().strip() or 'unknown'}. "
+                    "Wait for it, stop it, or set another run.dir."
+                ) from None
+            time.sleep(0.1)
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file
+
+
+def plan(folder: Path, config: Config, data_fingerprint: str) -> Plan:
+    """Look at what the folder holds and decide. Call with the lock held."""
+    notes: list[str] = []
+    root = checkpoints(folder)
+    checkpoint.sweep(root)
+    found = checkpoint.newest_good(root, notes.append)
+    if found is None:
+        return _begin(folder, config, notes)
+    path, manifest = found
+    notes += _check_same_run(folder, config, manifest, data_fingerprint)
+    finished = manifest.step >= config.train.steps and has_event(folder, "finish", manifest.step)
+    if not finished:
+        cut_back(folder, manifest.step)
+    return Plan(
+        manifest.step,
+        str(path),
+        finished,
+        False,
+        manifest.meta["data_offset"],
+        secrets.token_hex(4),
+        tuple(notes),
+    )
+
+
+def write_config(folder: Path, config: Config) -> None:
+    draft = folder / ".config.toml"
+    draft.write_text(to_toml(config), encoding="utf-8")
+    draft.rename(folder / "config.toml")
+
+
+def write_environment(folder: Path, config: Config, data: dict[str, Any], device: str) -> None:
+    """Versions, machine, seeds, data: what a number in events.jsonl rests on."""
+    packages = ("slipstream", "torch", "numpy", "pytorch-optimizer", "safetensors", "tokenizers")
+    environment = {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in packages},
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "device": device,
+        "seed": config.train.seed,
+        "data": data,
+        "time": time.time(),
+    }
+    (folder / "environment.json").write_text(json.dumps(environment, indent=2), encoding="utf-8")
+
+
+def _begin(folder: Path, config: Config, notes: list[str]) -> Plan:
+    """No checkpoint here: a new run, from initial weights or from another run's checkpoint."""
+    cut_back(folder, -1)
+    if config.run.fork_from is None:
+        return Plan(0, None, False, False, 0, secrets.token_hex(4), tuple(notes))
+    path = checkpoint.locate(config.run.fork_from)
+    manifest = checkpoint.verify(path)
+    if manifest.step >= config.train.steps:
+        raise UserError(
+            f"run.fork_from is at step {manifest.step}; train.steps = {config.train.steps} leaves nothing "
+            "to do. "
+            "Set train.steps higher."
+        )
+    stored = from_tree(manifest.meta["config"])
+    notes.append(f"Forked from {path} (step {manifest.step}).")
+    notes += [f"Changed in the fork: {change}." for change in changes(stored, config)]
+    return Plan(
+        manifest.step,
+        str(path),
+        False,
+        True,
+        manifest.meta["data_offset"],
+        secrets.token_hex(4),
+        tuple(notes),
+    )
+
+
+def _check_same_run(
+    folder: Path, config: Config, manifest: checkpoint.Manifest, data_fingerprint: str
+) -> list[str]:
+    """Refuse a start that would change the trajectory; say which allowed switch is made."""
+    try:
+        stored = from_tree(manifest.meta["config"])
+    except (KeyError, UserError) as error:
+        raise CheckpointError(f"The checkpoints of '{folder}' belong to another version: {error}") from None
+    differences = changes(stored, config)
+    switched = _family(stored) != _family(config)
+    allowed = {"pipeline.schedule", "pipeline.delay"}
+    if switched and config.run.switch:
+        allowed |= {"optim.correction", "optim.correction_lambda", "optim.sync_start", "optim.sync_finish"}
+    if switched and not config.run.switch:
+        allowed.clear()
+    refused: list[Change | str] = [change for change in differences if change.name not in allowed]
+    if manifest.meta["data_fingerprint"] != data_fingerprint:
+        refused.append(
+            f"data: the run's had the fingerprint {manifest.meta['data_fingerprint'][:12]}, this has "
+            f"{data_fingerprint[:12]}"
+        )
+    if refused:
+        lines = "\n".join(f"  - {change}" for change in refused)
+        hint = " To change the schedule at a checkpoint set run.switch=true." if switched else ""
+        raise UserError(
+            f"'{folder}' holds another run (step {manifest.step}); resuming it like this would change "
+            f"it:\n{lines}\n"
+            f"Use the same settings, another run.dir, or run.fork_from={folder}.{hint}"
+        )
+    if switched:
+        return [f"Switched at step {manifest.step}: {change}." for change in differences]
+    return []
+
+
+def _family(config: Config) -> str:
+    """Schedules of one family give the same trajectory."""
+    if config.synchronous or config.pipeline.delay == 0:
+        return "synchronous"
+    return f"delay {config.pipeline.delay}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,94 @@
+"""Text from a run: the master of its newest checkpoint as one module on one process.
+
+next token ~ softmax(logits / temperature) over the k likeliest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.data.tokenizer import Tokenizer
+from slipstream.errors import CheckpointError, UserError
+from slipstream.models.stages import build_model
+from slipstream.train.master import load_master
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run ready to write text."""
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    step: int
+    sequence: int
+
+
+def load_trained(run: str | Path, device: str = "cpu") -> Trained:
+    """The master of the newest good checkpoint of a run."""
+    master = load_master(run)
+    if master.tokenizer is None:
+        raise UserError(
+            f"'{run}' has no tokenizer: its data came without a tokenizer.json. Put one beside it."
+        )
+    model = build_model(master.model, master.config.train.seed, device)
+    missing = model.load_state_dict(master.weights, strict=False).missing_keys
+    if missing:
+        raise CheckpointError(f"'{run}' lacks {len(missing)} weights, '{missing[0]}' among them.")
+    return Trained(model.eval(), Tokenizer.load(master.tokenizer), master.step, master.config.data.sequence)
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module,
+    prompt: list[int],
+    tokens: int,
+    *,
+    sequence: int,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    seed: int = 0,
+    end: int | None = None,
+) -> Iterator[int]:
+    """Token by token. The window slides: at most `sequence` tokens of context, as in training."""
+    if temperature < 0 or top_k < 0:
+        raise UserError(f"temperature = {temperature} and top_k = {top_k} must not be negative.")
+    device = next(model.parameters()).device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    context = torch.tensor([prompt], dtype=torch.int64, device=device)
+    for _ in range(tokens):
+        logits = model(context[:, -sequence:])[0, -1].float()
+        token = _choose(logits, temperature, top_k, generator)
+        if token == end:
+            return
+        yield token
+        context = torch.cat([context, torch.tensor([[token]], device=device)], dim=1)
+
+
+def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k and top_k < logits.numel():
+        threshold = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
+    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
+
+
+def write(trained: Trained, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int) -> str:
+    """The continuation of `prompt`, as text."""
+    ids = trained.tokenizer.encode(prompt) or [trained.tokenizer.end_of_document]
+    made = sample(
+        trained.model,
+        ids,
+        tokens,
+        sequence=trained.sequence,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        end=trained.tokenizer.end_of_document,
+    )
+    return trained.tokenizer.decode(list(made))

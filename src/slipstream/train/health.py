@@ -1,0 +1,121 @@
+"""Is the run still well? Spikes, non-finite updates, and silent divergence of what must be equal.
+
+    spike      loss > mean + k * deviation of the recent losses
+    failure    more non-finite updates in a row than allowed
+    divergence replicas over the data axis, tied weights or banks whose bits differ
+
+A bit-level checksum of a tensor is the sum of its bytes' words, plain and weighted by position, both modulo
+2^64: equal tensors give equal sums on every device, and neither a changed bit nor a swap goes unseen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WINDOW = 64
+WARM_UP = 16  # losses seen before a spike can be told from the steep start
+
+
+@dataclass
+class Monitor:
+    """Watches the losses and norms of finished steps."""
+
+    spike: float
+    max_skipped: int
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _skipped_in_a_row: int = 0
+
+    def observe(self, step: int, loss: float, skipped: bool) -> str | None:
+        """A warning in words, if this step deserves one."""
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if skipped:
+            count = self._skipped_in_a_row
+            return f"Update {step} was not finite and was skipped on all stages ({count} in a row)."
+        warning = None
+        if self.spike and len(self._recent) >= WARM_UP:
+            mean = sum(self._recent) / len(self._recent)
+            deviation = math.sqrt(sum((x - mean) ** 2 for x in self._recent) / len(self._recent))
+            if loss > mean + self.spike * max(deviation, 1e-3 * abs(mean)):
+                warning = (
+                    f"Loss {loss:.4f} at step {step} is {(loss - mean) / max(deviation, 1e-12):.0f} "
+                    "deviations above "
+                    f"its recent mean {mean:.4f}."
+                )
+        self._recent.append(loss)
+        return warning
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.max_skipped) and self._skipped_in_a_row >= self.max_skipped
+
+    def forget(self) -> None:
+        """After a rollback the past is another one."""
+        self._recent.clear()
+        self._skipped_in_a_row = 0
+
+
+def checksum(tensors: Iterable[Tensor]) -> str:
+    """A hash of the bits of the tensors, in order."""
+    total = 0
+    for tensor in tensors:
+        words = tensor.detach().contiguous().flatten()
+        words = words.view(
+            {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(words.element_size(), torch.uint8)
+        )
+        words = words.to(torch.int64)
+        position = torch.arange(1, 2 * words.numel(), 2, device=words.device)
+        for part in torch.stack([words.sum(), (words * position).sum()]).tolist():
+            total = (total * 6364136223846793005 + part + 1) % 2**64
+    return f"{total:016x}"
+
+
+def fingerprint(state: Mapping[str, Any], tied: Iterable[str]) -> dict[str, str]:
+    """Checksums of one rank's state: everything the data ranks must agree on, and the tied weights."""
+    tied = set(tied)
+    found = {"master": checksum(state["master"].values())}
+    for reader, bank in state["banks"].items():
+        found[f"bank of group {reader}"] = checksum(bank.values())
+    for name in tied & state["master"].keys():
+        found["tied/master"] = checksum([state["master"][name]])
+        for reader, bank in state["banks"].items():
+            found[f"tied/bank of group {reader}"] = checksum([bank[name]])
+    return found
+
+
+def divergence(
+    posts: Mapping[int, dict[str, str]], stages: int, step: int, *, replicated: bool = True
+) -> str | None:
+    """What differs though it must not, by rank; None when all is well. Ranks are data-major."""
+    for rank, own in posts.items():
+        if not replicated:
+            break
+        first = posts[rank % stages]
+        for what, value in own.items():
+            if not what.startswith("tied/") and first.get(what) != value:
+                return (
+                    f"Silent divergence at step {step}: the {what} of stage {rank % stages} differs "
+                    "between data rank "
+                    f"0 and data rank {rank // stages}. The run was stopped; earlier checkpoints are "
+                    "untouched."
+                )
+    tied: dict[str, dict[str, list[int]]] = {}
+    for rank, own in posts.items():
+        for what, value in own.items():
+            if what.startswith("tied/"):
+                tied.setdefault(what.removeprefix("tied/"), {}).setdefault(value, []).append(rank % stages)
+    for what, values in tied.items():
+        if len(values) > 1:
+            holders = " and ".join(f"stage {ranks[0]}" for ranks in values.values())
+            return (
+                f"Silent divergence at step {step}: the tied embedding in the {what} differs between "
+                f"{holders}. "
+                "The run was stopped; earlier checkpoints are untouched."
+            )
+    return None

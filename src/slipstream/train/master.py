@@ -1,0 +1,41 @@
+"""The newest weights of a run as plain tensors: for generating, exporting, and looking."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from slipstream.config import Config, from_tree
+from slipstream.models.sizes import ModelConfig
+from slipstream.train import checkpoint
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Master:
+    """z at `step`, with what is needed to use it."""
+
+    weights: dict[str, Tensor]
+    config: Config
+    model: ModelConfig
+    step: int
+    tokenizer: Path | None  # a tokenizer.json, where the run's data had one
+
+
+def load_master(run: str | Path) -> Master:
+    """The master of the newest good checkpoint of a run folder, or of a checkpoint folder."""
+    path = checkpoint.locate(run)
+    found = checkpoint.verify(path)
+    trees = checkpoint.read(path, found, sections=("master",))
+    weights = {name: tensor for tree in trees for name, tensor in tree["master"].items()}
+    places = [path.parents[1] / TOKENIZER_FILE, Path(found.meta["data_folder"]) / TOKENIZER_FILE]
+    return Master(
+        weights,
+        from_tree(found.meta["config"]),
+        ModelConfig(**found.meta["model"]),
+        found.step,
+        next((place for place in places if place.is_file()), None),
+    )

@@ -1,0 +1,178 @@
+"""From finished steps to events, progress and logs, without ever holding up the pipeline.
+
+The loss is known on the last stage, the norm on every stage, each at its own time. Every rank keeps the
+steps it has submitted until both are there and then reports them in order: the leader into events.jsonl and
+onto the terminal, the others into logs/rank-K.log. Losses stay on the device until `log_every` of them are
+fetched at once.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.config import Config
+from slipstream.metrics.progress import Show, step_line
+from slipstream.metrics.record import Recorder
+from slipstream.metrics.throughput import Meter
+from slipstream.train.board import KEPT_STEPS, Board
+from slipstream.train.engine import Engine
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place among the ranks of a run. Ranks are data-major: rank = data_rank * stages + stage."""
+
+    rank: int
+    stages: int
+    data_ranks: int
+    has_loss: bool
+
+    @property
+    def leader(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.stages
+
+
+@dataclass
+class Pending:
+    step: int
+    lr: float
+    norm: float | None = None
+
+
+class Reporter:
+    """One per rank."""
+
+    def __init__(
+        self,
+        config: Config,
+        seat: Seat,
+        engine: Engine,
+        board: Board,
+        meter: Meter,
+        *,
+        recorder: Recorder | None,
+        show: Show | None,
+        log: Path | None,
+        observe: Callable[[int, float, bool], None],
+    ) -> None:
+        self._config, self._seat, self._engine, self._board = config, seat, engine, board
+        self._meter, self._recorder, self._show, self._observe = meter, recorder, show, observe
+        self._log = log.open("a", encoding="utf-8") if log is not None else None
+        self._pending: deque[Pending] = deque()
+        self._losses: deque[tuple[int, Tensor]] = deque()
+        self._stages: list[dict[str, Any]] = []
+        self._began = time.perf_counter()
+        self.busy: tuple[float, ...] = ()
+        self.reported = 0
+
+    def start(self, step: int) -> None:
+        """Begin, or begin again, after `step`."""
+        self._pending.clear()
+        self._losses.clear()
+        self._post_stage()
+        self._read_stages()
+        self._meter.start(step, self._stage_values("busy"))
+
+    def submitted(self, step: int, lr: float, losses: list[Tensor]) -> None:
+        self._pending.append(Pending(step, lr))
+        if losses:
+            self._losses.append((step, torch.stack(losses)))
+
+    def poll(self, *, finish: bool = False) -> None:
+        """Report what can be reported now; `finish` (after a drain) waits for the rest."""
+        if len(self._losses) >= self._config.train.log_every or (finish and self._losses):
+            self._post_losses()
+        for item in self._pending:
+            if item.norm is None:
+                item.norm = self._engine.grad_norm(item.step - 1)
+        while self._pending:
+            item = self._pending[0]
+            keys = [f"loss/{item.step}/{rank}" for rank in range(self._seat.data_ranks)]
+            shares = self._board.wait(*keys) if finish else self._board.read(*keys)
+            if shares is None or item.norm is None:
+                assert not finish, f"step {item.step} has no gradient norm after a drain"
+                return
+            self._pending.popleft()
+            self._report(item, sum(shares) / len(shares))
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+
+    def _post_losses(self) -> None:
+        means = torch.stack([losses for _, losses in self._losses]).double().mean(dim=1).tolist()
+        for (step, _), mean in zip(self._losses, means, strict=True):
+            self._board.post(f"loss/{step}/{self._seat.data_rank}", mean)
+            self._board.remove(f"loss/{step - KEPT_STEPS}/{self._seat.data_rank}")
+        self._losses.clear()
+
+    def _report(self, item: Pending, loss: float) -> None:
+        step, norm = item.step, item.norm
+        assert norm is not None
+        skipped = not math.isfinite(norm)
+        due = step % self._config.train.log_every == 0
+        if due:
+            self._post_stage()
+            self._read_stages()
+        speed = self._meter.update(step, self._stage_values("busy"))
+        values: dict[str, Any] = {
+            "loss": loss,
+            "lr": item.lr,
+            "grad_norm": norm,
+            "skipped": skipped,
+            "tokens": step * self._config.tokens_per_step,
+            "tokens_per_second": round(speed.tokens_per_second, 1),
+            "busy": [round(share, 4) for share in speed.busy],
+            "mfu": None if speed.mfu is None else round(speed.mfu, 4),
+            "memory_bytes": self._stage_values("memory"),
+            "seconds": round(time.perf_counter() - self._began, 3),
+        }
+        event = {"step": step} | values
+        if self._recorder is not None:
+            self._recorder.write("step", step, **values)
+        if self._show is not None:
+            self._show.step(event, speed.eta_seconds)
+        if self._log is not None and due:
+            print(f"step {step}  {step_line(event)}", file=self._log, flush=True)
+        self.busy = speed.busy or self.busy
+        self.reported = step
+        self._observe(step, loss, skipped)
+
+    def _post_stage(self) -> None:
+        busy = self._engine.busy_seconds
+        value = {"busy": None if math.isnan(busy) else busy, "memory": memory_bytes()}
+        self._board.post(f"stage/{self._seat.rank}", value)
+
+    def _read_stages(self) -> None:
+        """The leader looks at what every stage last posted (its first data rank); the others at
+        themselves.
+        """
+        ranks = range(self._seat.stages) if self._seat.leader else (self._seat.rank,)
+        self._stages = self._board.wait(*(f"stage/{rank}" for rank in ranks))
+
+    def _stage_values(self, name: str) -> list[Any]:
+        values = [post[name] for post in self._stages]
+        return [] if None in values else values
+
+
+def memory_bytes() -> int:
+    """The peak of this process: of the GPU if it uses one, else resident."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

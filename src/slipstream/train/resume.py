@@ -1,0 +1,62 @@
+"""Into an engine: the state of a checkpoint, whole or adapted to what the run is now.
+
+The same run loads it as it is, at any P and D. A switch between a delayed and a flushed schedule, and a
+fork with other settings, adapt it by the rule of the method: after a flushed update g-1, groups g ... g+d
+read z_g.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import Config, from_tree
+from slipstream.pipeline.state import merge_states
+from slipstream.train import checkpoint
+from slipstream.train.engine import Engine
+
+
+def load_into(engine: Engine, path: Path, config: Config) -> None:
+    """Put the checkpoint at `path` into this rank's engine."""
+    manifest = checkpoint.manifest(path)
+    stored = from_tree(manifest.meta["config"])
+    state = merge_states(checkpoint.read(path, manifest, engine.names.__contains__))
+    state = adapt_optimizer(state, stored, config, engine)
+    engine.load(adapt_banks(state, stored, config))
+
+
+def adapt_banks(state: dict[str, Any], stored: Config, config: Config) -> dict[str, Any]:
+    """The banks the new schedule will read."""
+    before, after = delays(stored), delays(config)
+    if before == after:
+        return state
+    if max(after) == 0:
+        return state | {"banks": {}}
+    group = state["group"]
+    return state | {"banks": {str(group + late): state["master"] for late in range(max(after) + 1)}}
+
+
+def adapt_optimizer(state: dict[str, Any], stored: Config, config: Config, engine: Engine) -> dict[str, Any]:
+    """A fork takes its settings from its own config; another optimizer starts with empty state."""
+    state = state | {
+        "correction": {} if stored.optim.correction != config.optim.correction else state["correction"]
+    }
+    if stored.optim == config.optim:
+        return state
+    fresh = engine.capture()["hyper"]
+    if stored.optim.name != config.optim.name:
+        return state | {"optimizer": {name: {} for name in fresh}, "hyper": fresh}
+    # Counters that an optimizer keeps among its settings ("step") go on; everything else is the new config's.
+    hyper = {
+        name: values
+        | {key: state["hyper"][name][key] for key in values if key == "step" and name in state["hyper"]}
+        for name, values in fresh.items()
+    }
+    return state | {"hyper": hyper}
+
+
+def delays(config: Config) -> list[int]:
+    """The delay of each stage the config asks for."""
+    if config.synchronous:
+        return [0]
+    return config.pipeline.delay if isinstance(config.pipeline.delay, list) else [config.pipeline.delay]

@@ -1,0 +1,6 @@
+"""placeholder"""
+
+
+class Synchronous:
+    def __init__(self, *a):
+        raise NotImplementedError

@@ -1,0 +1,71 @@
+"""Other places that step events can go to, on request: TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import Config
+from slipstream.errors import UserError
+from slipstream.metrics.record import Tracker
+
+
+def open_trackers(config: Config, folder: Path) -> tuple[Tracker, ...]:
+    made: list[Tracker] = []
+    for name in config.train.trackers:
+        made.append(_TensorBoard(folder) if name == "tensorboard" else _WandB(config, folder))
+    return tuple(made)
+
+
+def _scalars(event: dict[str, Any]) -> dict[str, float]:
+    kind = event["event"]
+    if kind not in ("step", "validation"):
+        return {}
+    return {
+        f"{kind}/{name}": float(value)
+        for name, value in event.items()
+        if name not in ("step", "time") and isinstance(value, (int, float))
+    }
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError(
+                "train.trackers names tensorboard, which is not installed. `pip install "
+                "slipstream[tensorboard]`."
+            ) from None
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, event: dict[str, Any]) -> None:
+        for name, value in _scalars(event).items():
+            self._writer.add_scalar(name, value, event["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    def __init__(self, config: Config, folder: Path) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise UserError(
+                "train.trackers names wandb, which is not installed. `pip install slipstream[wandb]`."
+            ) from None
+        self._run = wandb.init(
+            project="slipstream",
+            name=folder.name,
+            dir=str(folder),
+            config=config.model_dump(),
+            resume="allow",
+        )
+
+    def log(self, event: dict[str, Any]) -> None:
+        if scalars := _scalars(event):
+            self._run.log(scalars, step=event["step"])
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,201 @@
+"""The training loop, top to bottom. It knows groups, steps and checkpoints; engines know how they are
+computed.
+
+Update g is step g + 1. The loop submits groups; losses, norms and checkpoints of a group come when they come
+(`reporter.py`, `writer.py`), and nothing in the loop waits for another rank except where the pipeline is
+drained.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.config import Config
+from slipstream.data.tokens import TokenDataset
+from slipstream.errors import StageError
+from slipstream.metrics.record import Recorder
+from slipstream.train import batches, checkpoint, health
+from slipstream.train.board import Board
+from slipstream.train.engine import Engine
+from slipstream.train.evaluate import validate
+from slipstream.train.reporter import Reporter, Seat
+from slipstream.train.writer import Writer
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything the loop uses, made in `session.py`."""
+
+    config: Config
+    seat: Seat
+    engine: Engine
+    board: Board
+    train_data: TokenDataset
+    valid_data: TokenDataset
+    place: batches.Place
+    device: torch.device
+    learning_rate: Callable[[int], float]
+    reporter: Reporter
+    writer: Writer
+    monitor: health.Monitor
+    recorder: Recorder | None  # the leader's
+    note: Callable[[str], None]
+    meta: dict[str, Any]  # what every checkpoint says of its run
+    root: Path  # of the checkpoints
+    tied: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a stretch of training ended: "finished", "signal" (saved, to be resumed) or "rollback"."""
+
+    step: int
+    reason: str
+    validation_loss: float | None = None
+
+
+def train(parts: Parts, step: int, data_offset: int) -> Outcome:
+    """Train from `step` to the end, or until a stop is asked for and saved."""
+    config, engine, reporter = parts.config, parts.engine, parts.reporter
+    total, eval_every = config.train.steps, config.train.eval_every
+    saver = _Saver(parts, data_offset, step)
+    engine.after_update = saver.after_update
+    reporter.start(step)
+    with _stop_signals() as asked, batches.ahead(parts.train_data, parts.place, step + data_offset) as loader:
+        while step < total:
+            if asked.is_set() or parts.monitor.failed:
+                engine.request_stop()
+            if engine.stopping():
+                break
+            scale = parts.learning_rate(step)
+            for group in engine.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * scale
+            batch = loader.get(step + data_offset).to(parts.device)
+            losses = engine.step(batch)
+            step += 1
+            reporter.submitted(step, engine.optimizer.param_groups[0]["lr"], losses)
+            reporter.poll()
+            saver.check_hashes()
+            if eval_every and step % eval_every == 0 and step < total:
+                _validate(parts, step)
+                reporter.start(step)
+        engine.drain()
+        reporter.poll(finish=True)
+        saver.check_hashes(finish=True)
+        reason = "finished" if step == total else _agree_on_reason(parts, step)
+        if reason in ("finished", "signal"):
+            saver.save(step)
+        loss = _validate(parts, step) if reason == "finished" else None
+        parts.writer.finish()
+    return Outcome(step, reason, loss)
+
+
+def _validate(parts: Parts, step: int) -> float:
+    """Validation at the master; the trajectory does not notice."""
+    parts.engine.drain()
+    parts.reporter.poll(finish=True)
+    train = parts.config.train
+    loss = validate(
+        parts.engine, parts.valid_data, train.eval_batches, parts.place, parts.device, parts.board, step
+    )
+    if parts.recorder is not None:
+        parts.recorder.write("validation", step, loss=loss, tokens=step * parts.config.tokens_per_step)
+    parts.note(f"step {step}  validation loss (master) {loss:.4f}")
+    return loss
+
+
+class _Saver:
+    """What happens at update boundaries, on each rank when it passes them: snapshots and hashes."""
+
+    def __init__(self, parts: Parts, data_offset: int, step: int) -> None:
+        self._parts = parts
+        self._meta = parts.meta | {"data_offset": data_offset}
+        self._saved = step
+        self._hashed: list[int] = []
+
+    def after_update(self, group: int) -> None:
+        step, config = group + 1, self._parts.config
+        if config.checkpoint.every and step % config.checkpoint.every == 0:
+            self.save(step)
+        if self._comparable and config.health.hash_every and step % config.health.hash_every == 0:
+            state = self._parts.engine.capture()
+            self._parts.board.post(
+                f"hash/{step}/{self._parts.seat.rank}", health.fingerprint(state, self._parts.tied)
+            )
+            self._hashed.append(step)
+
+    def save(self, step: int) -> None:
+        """Snapshot now, write later; once per step."""
+        if step == self._saved:
+            return
+        self._saved = step
+        if self._parts.seat.data_rank == 0 or self._parts.config.pipeline.shard_optimizer:
+            self._parts.writer.submit(step, self._parts.engine.capture(), self._meta)
+
+    def check_hashes(self, *, finish: bool = False) -> None:
+        """The leader compares what all ranks posted, when they have; a difference ends the run by name."""
+        if not self._parts.seat.leader:
+            return
+        while self._hashed:
+            step, seat = self._hashed[0], self._parts.seat
+            keys = [f"hash/{step}/{rank}" for rank in range(seat.stages * seat.data_ranks)]
+            found = self._parts.board.wait(*keys) if finish else self._parts.board.read(*keys)
+            if found is None:
+                return
+            self._hashed.pop(0)
+            problem = health.divergence(
+                dict(enumerate(found)),
+                seat.stages,
+                step,
+                replicated=not self._parts.config.pipeline.shard_optimizer,
+            )
+            if problem is not None:
+                raise StageError(problem)
+
+    @property
+    def _comparable(self) -> bool:
+        return self._parts.seat.data_ranks > 1 or bool(self._parts.tied)
+
+
+def _agree_on_reason(parts: Parts, step: int) -> str:
+    """All ranks stopped at the same step; the leader says why."""
+    if parts.seat.leader:
+        if not parts.monitor.failed:
+            reason = "signal"
+        elif parts.config.health.rollback and checkpoint.committed(parts.root):
+            reason = "rollback"
+        else:
+            reason = "failure"
+        parts.board.post(f"stop/{step}", reason)
+    (reason,) = parts.board.wait(f"stop/{step}")
+    if reason == "failure":
+        raise StageError(
+            f"{parts.config.health.max_skipped} updates in a row were not finite; stopped at step {step}. "
+            "Lower "
+            "optim.lr, raise optim.warmup, or set health.rollback=true to go back and skip the data."
+        )
+    return reason
+
+
+@contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """SIGTERM and SIGINT ask for a stop; outside the main thread (tests) nothing is installed."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    before = {number: signal.signal(number, lambda *_: asked.set()) for number in numbers}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
