@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 from slipstream.errors import UserError
@@ -94,6 +95,12 @@ class Timeline:
     @property
     def _model_stages(self) -> int:
         return 1 + max(action.stage for actions in self.ranks for action in actions)
+
+    def time_of_span(self, count: int) -> float:
+        """How long the run lasts until `count` actions have begun: where a picture may have to stop."""
+        if sum(map(len, self.ranks)) <= count:
+            return inf
+        return sorted(start for row in self.starts for start in row)[count] - self.begin
 
     def settled(self, tolerance: float) -> bool:
         """Whether the last two periods before the drain agree, on every rank and between ranks."""

@@ -1,0 +1,113 @@
+"""A timeline in the terminal: one row per rank, one coloured cell per action, dots where a rank idles.
+
+The number in a cell is the microbatch. Without colours the cell begins with the kind's letter instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from slipstream.schedule.actions import Action, Kind
+from slipstream.schedule.plot.palette import WORDS, colour, ink, is_chunked, kinds_in, label, seconds
+from slipstream.schedule.timeline import Timeline
+
+_WIDEST_UNIT = 4  # columns of the shortest action, when there is room
+_TERMINAL_UPDATE = "#f4f4f4"
+
+
+def terminal(timelines: Mapping[str, Timeline], width: int, colours: bool = True) -> RenderableType:
+    """The picture in `width` columns; all timelines share one scale."""
+    names = max(len(_rank_name(t, len(t.ranks) - 1)) for t in timelines.values())
+    columns = max(10, width - names - 2)
+    step, shown = _scale(timelines, columns)
+    lines: list[Text] = []
+    for title, timeline in timelines.items():
+        lines.append(Text(title, style="bold"))
+        for rank in range(len(timeline.ranks)):
+            line = Text(f"{_rank_name(timeline, rank):>{names}}  ", style="dim", end="")
+            line.append_text(_row(timeline, rank, step, columns, colours))
+            lines.append(line)
+        end = timeline.makespan
+        note = f"{seconds(end)} in all"
+        if end > shown * (1 + 1e-9):
+            note = f"the first {seconds(shown)} of {note}"
+        lines.append(Text(f"{'':>{names}}  {note}", style="dim"))
+    lines.append(_legend(timelines, colours))
+    return Group(*lines)
+
+
+def _rank_name(timeline: Timeline, rank: int) -> str:
+    return f"{'rank' if is_chunked(timeline) else 'stage'} {rank}"
+
+
+def _scale(timelines: Mapping[str, Timeline], columns: int) -> tuple[float, float]:
+    """Time per column, and the time the picture ends.
+
+    The shortest action gets a whole number of columns. If then not everything fits, the picture ends early,
+    unless it would not even show one and a half updates: then everything is squeezed in.
+    """
+    lengths = [
+        span.end - span.start
+        for timeline in timelines.values()
+        for span in timeline.spans
+        if span.action.kind is not Kind.UPDATE and span.end > span.start
+    ]
+    longest = max(timeline.makespan for timeline in timelines.values())
+    if not lengths or not longest:
+        return 1.0, longest
+    unit = min(lengths)
+    per_unit = min(_WIDEST_UNIT, int(columns * unit / longest * (1 + 1e-9)))
+    if per_unit >= 1:
+        return unit / per_unit, longest
+    if columns * unit >= 1.5 * max(timeline.time_per_update for timeline in timelines.values()):
+        return unit, columns * unit
+    return longest / columns, longest
+
+
+def _row(timeline: Timeline, rank: int, step: float, columns: int, colours: bool) -> Text:
+    begin = timeline.begin
+    last = min(columns, round(timeline.makespan / step))
+    row = Text(end="")
+    column = 0
+    spans = zip(timeline.ranks[rank], timeline.starts[rank], timeline.ends[rank], strict=True)
+    for action, start, end in spans:
+        left, right = round((start - begin) / step), min(round((end - begin) / step), last)
+        if right <= max(left, column):
+            continue
+        row.append(_idle(left - column), style="dim")
+        row.append(*_cell(action, right - max(left, column), colours))
+        column = right
+    row.append(_idle(last - column), style="dim")
+    return row
+
+
+def _idle(columns: int) -> str:
+    return "·" * max(columns, 0)
+
+
+def _cell(action: Action, columns: int, colours: bool) -> tuple[str, str]:
+    if not colours:
+        text = action.kind.value + ("" if action.microbatch is None else str(action.microbatch))
+        return (text if len(text) <= columns else text[:1]).ljust(columns, "-"), ""
+    text = label(action)
+    text = text if len(text) <= columns else text[-1:] if columns == 1 else ""
+    if action.kind is Kind.UPDATE:
+        return text.center(columns), f"bold black on {_TERMINAL_UPDATE}"
+    return text.center(columns), f"{ink(action)} on {colour(action)}"
+
+
+def _legend(timelines: Mapping[str, Timeline], colours: bool) -> Text:
+    legend = Text()
+    for kind in kinds_in(timelines):
+        example = Action(kind, 0, None if kind is Kind.UPDATE else 0, 0)
+        legend.append(*_cell(example, 2, colours))
+        legend.append(f" {WORDS[kind]}   ")
+    legend.append("··", style="dim")
+    legend.append(" idle   ")
+    legend.append(
+        "Numbers are microbatches" + ("; the hue changes with the group." if colours else "."), style="dim"
+    )
+    return legend
