@@ -87,9 +87,10 @@ class TokenLoss:
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         length = logits.shape[1]
         if targets.shape[1] == length:
-            weight = 1.0 / (targets != IGNORE).sum().clamp(min=1)
+            shares, count = 1, (targets != IGNORE).sum()
         else:
             assert targets.shape[1] == length + 1, (tuple(logits.shape), tuple(targets.shape))
-            weight = self.shares / targets[0, length].clamp(min=1)
+            shares, count = self.shares, targets[0, length]
         rows = targets[:, :length].reshape(-1)
-        return _SumCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), rows, self.z_loss) * weight
+        total = _SumCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), rows, self.z_loss)
+        return total * (shares / count.clamp(min=1).type_as(total))

@@ -13,6 +13,7 @@ Shapes: N tokens, D model width, E experts, k experts per token, R = N * k rows.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -43,12 +44,24 @@ class _Rows(torch.autograd.Function):
         return grad.view(-1, ctx.copies, grad.shape[-1]).sum(1), None, None, None
 
 
+def _autocasting(x: Tensor) -> bool:
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Rows x[ends[e-1]:ends[e]] times weight[e]^T, for weight [E, out, in] and int32 ends [E]."""
-    if torch.is_autocast_enabled(x.device.type):
+    if _autocasting(x):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
-    if x.dtype == torch.float64:  # grouped_mm has no float64; used by tests of exactness only
+    if x.dtype == torch.bfloat16:
+        return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+    return _grouped_linear_eager(x, weight, ends)  # pyright: ignore[reportCallIssue]
+
+
+@torch.compiler.disable  # the compiler knows grouped_mm in bfloat16 only
+def _grouped_linear_eager(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if x.dtype == torch.float64:  # no grouped_mm at all; used by tests of exactness only
         rows = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
         return torch.cat([F.linear(part, w) for part, w in zip(x.split(rows), weight, strict=True)])
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
@@ -90,7 +103,7 @@ class MoE(nn.Module):
     def _router_logits(self, flat: Tensor) -> Tensor:
         """In float32 at least: the choice of experts should not hang on rounding."""
         wide = flat if flat.dtype == torch.float64 else flat.float()
-        with torch.autocast(flat.device.type, enabled=False):
+        with torch.autocast(flat.device.type, enabled=False) if _autocasting(flat) else nullcontext():
             return F.linear(wide, self.router.weight.type_as(wide))
 
 

@@ -71,6 +71,11 @@ def _problems(config: ModelConfig):
             f"model.experts_per_token is {config.experts_per_token} with {config.experts} experts. "
             f"Set it between 1 and {config.experts}."
         )
+    if config.experts and (config.dim % 8 or config.ffn % 8):
+        yield (
+            f"Routed experts of {config.dim} x {config.ffn} cannot use the grouped matrix product. "
+            "Set model.dim and model.ffn to multiples of 8."
+        )
     if config.experts_per_token and not config.experts:
         yield "model.experts_per_token has no effect without model.experts. Set model.experts too."
     if config.document_mask and not 0 <= config.end_of_document < config.vocab:
@@ -150,13 +155,14 @@ def embedding_cost(config: ModelConfig) -> Cost:
 
 def head_cost(config: ModelConfig) -> Cost:
     """Final norm and output matrix. The logits stay alive until the loss has been differentiated."""
+    kept = 3 * config.dim + config.vocab
     matrix = config.vocab * config.dim
     return Cost(
         parameters=matrix + config.dim,
         active_parameters=matrix + config.dim,
         forward_flops=2.0 * matrix,
-        activation_values=2 * config.dim + config.vocab,
-        checkpointed_values=2 * config.dim + config.vocab,
+        activation_values=kept,
+        checkpointed_values=kept,
     )
 
 
@@ -168,12 +174,13 @@ def layer_cost(config: ModelConfig, sequence: int) -> Cost:
     copies = config.experts_per_token if config.experts else 1
     norms = 2 * config.dim + (2 * config.head_dim if config.qk_norm else 0)
     scores = 2.0 * (sequence + 1) * config.dim
-    # Residual and its norm twice; q, k, v; attention's result; gate, its activation, up and their product.
-    kept = 5 * config.dim + config.dim + 2 * config.kv_dim + copies * 4 * config.ffn
+    # What eager autograd keeps. Twice: the residual, normalised, scaled. q, k, v and attention's result.
+    # Gate, its activation, up and their product.
+    kept = 8 * config.dim + 2 * config.kv_dim + copies * 4 * config.ffn
     if config.experts:  # the rows gathered for the experts, and what each expert returns
         kept += copies * 2 * config.dim + 2 * config.experts
-    if config.qk_norm:
-        kept += config.dim + config.kv_dim
+    if config.qk_norm:  # before the norm, and normalised
+        kept += 2 * (config.dim + config.kv_dim)
     return Cost(
         parameters=attention + max(1, config.experts) * expert + router + norms,
         active_parameters=attention + copies * expert + router + norms,

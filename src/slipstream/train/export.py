@@ -1,0 +1,267 @@
+"""Weights to and from a Hugging Face folder: safetensors, config.json, tokenizer files.
+
+| model | class there |
+|---|---|
+| dense | LlamaForCausalLM |
+| dense with QK-norm | Qwen3ForCausalLM (Llama has no QK-norm) |
+| routed | MixtralForCausalLM |
+
+Layouts agree, so tensors are renamed, never permuted; expert tensors [E, out, in] are cut into one matrix
+per expert and stacked again on the way back. Only safetensors are read: no pickle, no remote code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from slipstream.data.tokenizer import END_OF_DOCUMENT, Tokenizer
+from slipstream.errors import UserError
+from slipstream.models.sizes import ModelConfig
+from slipstream.models.stages import build_model
+
+_SHARD_BYTES = 4 << 30
+_TOP = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+_LAYER = {
+    "attention.q.weight": "self_attn.q_proj.weight",
+    "attention.k.weight": "self_attn.k_proj.weight",
+    "attention.v.weight": "self_attn.v_proj.weight",
+    "attention.o.weight": "self_attn.o_proj.weight",
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
+    "attention_norm.weight": "input_layernorm.weight",
+    "mlp_norm.weight": "post_attention_layernorm.weight",
+    "mlp.gate.weight": "mlp.gate_proj.weight",
+    "mlp.up.weight": "mlp.up_proj.weight",
+    "mlp.down.weight": "mlp.down_proj.weight",
+    "moe.router.weight": "block_sparse_moe.gate.weight",
+}
+_EXPERT = {"moe.gate": "w1", "moe.up": "w3", "moe.down": "w2"}
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Name and shape of every parameter; a tied head is the embedding and has no entry."""
+    return {name: tensor.shape for name, tensor in build_model(config, 0, "meta").named_parameters()}
+
+
+def _parts(config: ModelConfig, name: str) -> list[str]:
+    """The names there of our tensor `name`: one, or one per expert."""
+    if name == "head.weight":
+        return ["lm_head.weight"]
+    if name in _TOP:
+        return [_TOP[name]]
+    _, layer, rest = name.split(".", 2)
+    prefix = f"model.layers.{layer}"
+    if rest in _EXPERT:
+        experts = range(config.experts)
+        return [f"{prefix}.block_sparse_moe.experts.{e}.{_EXPERT[rest]}.weight" for e in experts]
+    return [f"{prefix}.{_LAYER[rest]}"]
+
+
+def to_hugging_face(state: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Our tensors under their names there."""
+    for name, shape in parameter_shapes(config).items():
+        if name not in state or state[name].shape != shape:
+            seen = tuple(state[name].shape) if name in state else "missing"
+            raise UserError(f"The run's {name} is {seen}, but its model needs {tuple(shape)}: cannot export.")
+        tensor, parts = state[name].detach().cpu(), _parts(config, name)
+        slices = [tensor] if len(parts) == 1 and tensor.ndim < 3 else list(tensor.unbind(0))
+        yield from ((part, piece.contiguous()) for part, piece in zip(parts, slices, strict=True))
+
+
+def hugging_face_config(config: ModelConfig, sequence: int, dtype: torch.dtype) -> dict[str, Any]:
+    if config.experts and config.qk_norm:
+        raise UserError(
+            "A routed model with QK-norm has no Hugging Face class that computes the same. "
+            "Train with model.qk_norm=false to export."
+        )
+    kind = "Mixtral" if config.experts else "Qwen3" if config.qk_norm else "Llama"
+    common = {
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": kind.lower(),
+        "vocab_size": config.vocab,
+        "hidden_size": config.dim,
+        "intermediate_size": config.ffn,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": sequence,
+        "initializer_range": config.init_std,
+        "rms_norm_eps": config.norm_eps,
+        # transformers 5 reads the second, earlier versions the first
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+        "attention_bias": False,
+        "tie_word_embeddings": config.tied,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": config.end_of_document,
+        "eos_token_id": config.end_of_document,
+    }
+    if not config.experts:
+        return common | {"mlp_bias": False} if kind == "Llama" else common
+    return common | {
+        "num_local_experts": config.experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "router_aux_loss_coef": config.balance_loss,
+        "sliding_window": None,
+    }
+
+
+def export(
+    state: Mapping[str, Tensor],
+    config: ModelConfig,
+    folder: Path,
+    *,
+    tokenizer: Path | None = None,
+    sequence: int = 2048,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write the folder. `tokenizer` is a tokenizer.json; `sequence` the length trained with."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} already exists. Choose another folder, or delete it first.")
+    described = hugging_face_config(config, sequence, dtype)
+    if tokenizer is not None:
+        end = Tokenizer.load(tokenizer).end_of_document
+        described |= {"bos_token_id": end, "eos_token_id": end}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        _save_sharded(((name, tensor.to(dtype)) for name, tensor in to_hugging_face(state, config)), draft)
+        _write_json(draft / "config.json", described)
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, draft / "tokenizer.json")
+            _write_json(draft / "tokenizer_config.json", _tokenizer_config(sequence))
+        draft.chmod(0o755)
+        os.replace(draft, folder)  # the folder appears whole or not at all
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder} could not be written: {error}. Nothing was left behind.") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _tokenizer_config(sequence: int) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_DOCUMENT,
+        "eos_token": END_OF_DOCUMENT,
+        "model_max_length": sequence,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def _save_sharded(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
+    """One file up to 4 GiB; beyond, several and an index, holding one file's tensors at a time."""
+    files: list[Path] = []
+    where: dict[str, str] = {}
+    held: dict[str, Tensor] = {}
+    total = size = 0
+
+    def flush() -> None:
+        path = folder / f"part-{len(files)}"
+        save_file(held, path, metadata={"format": "pt"})
+        where.update(dict.fromkeys(held, path.name))
+        files.append(path)
+        held.clear()
+
+    for name, tensor in tensors:
+        if held and size + tensor.nbytes > _SHARD_BYTES:
+            flush()
+            size = 0
+        held[name] = tensor
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    flush()
+    if len(files) == 1:
+        files[0].rename(folder / "model.safetensors")
+        return
+    final = {p.name: f"model-{i:05d}-of-{len(files):05d}.safetensors" for i, p in enumerate(files, 1)}
+    for path in files:
+        path.rename(folder / final[path.name])
+    weight_map = {name: final[part] for name, part in where.items()}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The shape of the model in a Hugging Face folder; anything we would compute differently is refused."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder} is not a Hugging Face folder: it has no config.json.")
+    raw = json.loads(path.read_text())
+    kind = (raw.get("architectures") or ["none"])[0]
+    if kind not in ("LlamaForCausalLM", "MixtralForCausalLM", "Qwen3ForCausalLM"):
+        raise UserError(f"{folder} holds a {kind}; only Llama, Mixtral and Qwen3 models can be read.")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    refused = {
+        "rope_type": rope.get("rope_type", "default") != "default",
+        "attention_bias": bool(raw.get("attention_bias")),
+        "mlp_bias": bool(raw.get("mlp_bias")),
+        "hidden_act": raw.get("hidden_act", "silu") != "silu",
+        "head_dim": head_dim * raw["num_attention_heads"] != raw["hidden_size"],
+        "sliding_window": bool(raw.get("sliding_window")) and raw.get("use_sliding_window", True),
+    }
+    if bad := [name for name, wrong in refused.items() if wrong]:
+        raise UserError(f"{folder} uses settings this package does not compute: {', '.join(bad)}.")
+    end = raw.get("eos_token_id")
+    routed = kind == "MixtralForCausalLM"
+    return ModelConfig(
+        vocab=raw["vocab_size"],
+        dim=raw["hidden_size"],
+        layers=raw["num_hidden_layers"],
+        heads=raw["num_attention_heads"],
+        kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+        ffn=raw["intermediate_size"],
+        tied=raw.get("tie_word_embeddings", False),
+        qk_norm=kind == "Qwen3ForCausalLM",
+        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta", 10_000.0)),
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        init_std=raw.get("initializer_range", 0.02),
+        experts=raw["num_local_experts"] if routed else 0,
+        experts_per_token=raw["num_experts_per_tok"] if routed else 0,
+        end_of_document=end if isinstance(end, int) else 0,
+    )
+
+
+def read_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
+    """Our names -> float32 tensors, out of every .safetensors file of the folder."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder} has no .safetensors file. Save the model with safe_serialization=True.")
+    where: dict[str, Any] = {}
+    try:
+        for path in files:
+            opened = safe_open(path, framework="pt")
+            where.update(dict.fromkeys(opened.keys(), opened))
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{folder} cannot be read: {error}.") from error
+    state = {}
+    for name, shape in parameter_shapes(config).items():
+        parts = _parts(config, name)
+        if missing := [part for part in parts if part not in where]:
+            raise UserError(f"{folder} lacks {missing[0]}, which a model of its config.json needs.")
+        tensors = [where[part].get_tensor(part).float() for part in parts]
+        state[name] = torch.stack(tensors) if re.search(r"\.moe\.(gate|up|down)$", name) else tensors[0]
+        if state[name].shape != shape:
+            raise UserError(
+                f"{folder}: {parts[0]} is {tuple(state[name].shape)}, but config.json implies {tuple(shape)}."
+            )
+    if config.tied:  # a model cut into stages holds the head as a tensor of its own
+        state["head.weight"] = state["embedding.weight"]
+    return state

@@ -1,0 +1,232 @@
+"""Prepared folders: nothing of the text is lost, the split is by document, bad input is named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+
+import numpy as np
+import pytest
+
+from slipstream.cli import main
+from slipstream.data import documents as documents_module
+from slipstream.data.documents import Reading, check_inputs, read_documents
+from slipstream.data.prepare import Recipe, prepare
+from slipstream.data.shards import find_shards, open_shard
+from slipstream.data.tokenizer import SMALLEST_VOCAB, Tokenizer
+from slipstream.errors import DataError
+
+TEXTS = [f"Title {i}\nnaïve — text № {i}, again and again.\n  indented {'x' * i}" for i in range(40)]
+
+
+def decoded(folder, split):
+    """The documents a folder holds, decoded."""
+    tokenizer = Tokenizer.load(folder)
+    stream = np.concatenate([open_shard(path) for path in find_shards(folder, split)]).tolist()
+    assert stream[-1] == tokenizer.end_of_document
+    texts, held = [], []
+    for token in stream:
+        if token == tokenizer.end_of_document:
+            texts.append(tokenizer.decode(held))
+            held = []
+        else:
+            held.append(token)
+    return texts
+
+
+def test_every_document_is_in_exactly_one_split_as_it_was(tmp_path):
+    recipe = Recipe(vocab=300, valid_fraction=0.2, shard_tokens=200)
+    meta = prepare(lambda: TEXTS, tmp_path / "out", recipe)
+    train, valid = decoded(tmp_path / "out", "train"), decoded(tmp_path / "out", "valid")
+    assert sorted(train + valid) == sorted(TEXTS)
+    assert 2 <= len(valid) <= 16
+    assert meta["documents"] == {"train": len(train), "valid": len(valid)}
+    assert meta["bytes"] == sum(len(text.encode()) for text in TEXTS)
+    shards = find_shards(tmp_path / "out", "train")
+    assert len(shards) > 2
+    assert all(len(open_shard(path)) == 200 for path in shards[:-1])
+    assert meta["tokens"]["train"] == sum(len(open_shard(path)) for path in shards)
+
+
+def test_the_split_depends_on_the_texts_alone(tmp_path):
+    prepare(lambda: TEXTS, tmp_path / "a", Recipe(vocab=280, valid_fraction=0.2))
+    prepare(lambda: TEXTS[::-1], tmp_path / "b", Recipe(vocab=280, valid_fraction=0.2))
+    assert sorted(decoded(tmp_path / "a", "valid")) == sorted(decoded(tmp_path / "b", "valid"))
+
+
+def test_two_documents_are_enough_and_one_is_not(tmp_path):
+    meta = prepare(lambda: TEXTS[:2], tmp_path / "two", Recipe(vocab=257, valid_fraction=0.0))
+    assert meta["documents"] == {"train": 1, "valid": 1}
+    with pytest.raises(DataError, match="single document"):
+        prepare(lambda: TEXTS[:1], tmp_path / "one", Recipe(vocab=257))
+    with pytest.raises(DataError, match="no text"):
+        prepare(list, tmp_path / "none", Recipe(vocab=257))
+    meta = prepare(lambda: TEXTS[:1], tmp_path / "named", Recipe(vocab=257), valid=lambda: TEXTS[1:3])
+    assert meta["documents"] == {"train": 1, "valid": 2}
+
+
+def test_long_documents_are_cut_only_for_encoding(tmp_path, monkeypatch):
+    monkeypatch.setattr("slipstream.data.prepare._PIECE_CHARACTERS", 50)
+    monkeypatch.setattr("slipstream.data.prepare._BATCH_CHARACTERS", 300)
+    texts = ["word " * 100, "line\n" * 100, "é" * 333, "short"]
+    prepare(lambda: texts, tmp_path / "out", Recipe(vocab=280))
+    assert sorted(decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "valid")) == sorted(texts)
+
+
+def test_the_sample_for_the_tokenizer_is_bounded(tmp_path):
+    texts = [f"{i:04d} " * 50 for i in range(100)]
+    seen = []
+    original = Tokenizer.train.__func__
+
+    def spy(cls, sample, vocab):
+        seen.extend(sample)
+        return original(cls, seen, vocab)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tokenizer, "train", classmethod(spy))
+        prepare(lambda: texts, tmp_path / "out", Recipe(vocab=257, sample_bytes=2000))
+    assert 1000 < sum(map(len, seen)) <= 2000
+
+
+def test_nothing_is_left_behind_by_a_failure(tmp_path):
+    def broken():
+        yield from TEXTS
+        raise DataError("the disk is gone")
+
+    calls = iter([lambda: TEXTS, broken])
+    with pytest.raises(DataError, match="disk is gone"):
+        prepare(lambda: next(calls)(), tmp_path / "out", Recipe(vocab=257))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/notes.txt").write_text("mine")
+    with pytest.raises(DataError, match="already exists"):
+        prepare(lambda: TEXTS, tmp_path / "full", Recipe(vocab=257))
+    assert (tmp_path / "full/notes.txt").read_text() == "mine"
+
+
+def packed(path, data: bytes):
+    match path.suffix:
+        case ".xz":
+            path.write_bytes(lzma.compress(data))
+        case ".gz":
+            path.write_bytes(gzip.compress(data))
+        case ".zst":
+            path.write_bytes(pytest.importorskip("zstandard").ZstdCompressor().compress(data))
+        case _:
+            path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["", ".xz", ".gz", ".zst"])
+def test_text_and_json_lines_are_read_packed_or_not(tmp_path, suffix):
+    text = packed(tmp_path / f"a.txt{suffix}", "\n\f\n".join(TEXTS).encode())
+    lines = packed(tmp_path / f"b.jsonl{suffix}", "\n".join(json.dumps({"text": t}) for t in TEXTS).encode())
+    assert list(read_documents([text], Reading())) == TEXTS
+    assert list(read_documents([lines, text], Reading())) == TEXTS * 2
+
+
+def test_parquet_is_read(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"body": [*TEXTS, None, ""], "n": list(range(42))}), path)
+    assert list(read_documents([path], Reading(field="body"))) == TEXTS
+    with pytest.raises(DataError, match="body, n"):
+        list(read_documents([path], Reading()))
+    with pytest.raises(DataError, match="holds int"):
+        list(read_documents([path], Reading(field="n")))
+    path.write_bytes(b"PAR1 but not really")
+    with pytest.raises(DataError, match="cannot be read"):
+        list(read_documents([path], Reading()))
+
+
+@pytest.mark.parametrize(
+    ("separator", "expected"),
+    [
+        ("form-feed", ["a\nb\n\nc", "d\n"]),
+        ("blank-line", ["a\nb", "c\n\f\nd\n"]),
+        ("line", ["a", "b", "c", "d"]),
+        ("none", ["a\nb\n\nc\n\f\nd\n"]),
+    ],
+)
+def test_separators(tmp_path, separator, expected):
+    path = packed(tmp_path / "a.txt", b"a\nb\n\nc\n\f\nd\n")
+    assert [text for text in read_documents([path], Reading(separator)) if text != "\f"] == expected
+
+
+def test_a_bomb_is_stopped_early(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents_module, "_FREE_BYTES", 1 << 16)
+    bomb = packed(tmp_path / "bomb.txt.xz", b"a\n" * (1 << 20))
+    assert bomb.stat().st_size < 2000
+    with pytest.raises(DataError, match="max-expansion"):
+        list(read_documents([bomb], Reading()))
+    assert len(list(read_documents([bomb], Reading(max_expansion=1e6)))) == 1
+
+
+def test_bad_files_are_named(tmp_path):
+    cases = {
+        "cut.txt.xz": (lzma.compress(b"text " * 1000)[:-20], "cannot be read"),
+        "fake.txt.gz": (b"not gzip at all", "cannot be read"),
+        "latin.txt": ("naïve".encode("latin-1"), "not UTF-8"),
+        "bad.jsonl": (b'{"text": "x"}\n{oops\n', "line 2 is not JSON"),
+        "other.jsonl": (b'{"body": "x"}\n', "it has: body"),
+        "list.jsonl": (b"[1, 2]\n", "no text under 'text'"),
+    }
+    for name, (data, message) in cases.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(DataError, match=message) as caught:
+            list(read_documents([tmp_path / name], Reading()))
+        assert name in str(caught.value)
+    (tmp_path / "empty.txt").touch()
+    for path, message in (("empty.txt", "is empty"), ("gone.txt", "no file"), ("a.docx", "unknown kind")):
+        (tmp_path / "a.docx").write_bytes(b"x")
+        with pytest.raises(DataError, match=message):
+            check_inputs([tmp_path / path], Reading())
+    with pytest.raises(DataError, match="separator"):
+        check_inputs([], Reading(separator="tab"))
+
+
+def test_half_a_surrogate_pair_in_json_does_not_stop_the_run(tmp_path):
+    path = packed(tmp_path / "a.jsonl", b'{"text": "ok \\ud83d end"}\n{"text": "two"}\n')
+    prepare(lambda: read_documents([path], Reading()), tmp_path / "out", Recipe(vocab=257))
+    assert "ok ? end" in decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "valid")
+
+
+def command(*arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(["data", *map(str, arguments)])
+    return caught.value.code
+
+
+def test_the_command_prepares_shows_and_reuses_a_tokenizer(tmp_path, capsys):
+    source = packed(tmp_path / "a.txt.gz", "\n\f\n".join(TEXTS).encode())
+    out, again = tmp_path / "out", tmp_path / "again"
+    fraction = ["--valid-fraction", "0.1"]
+    assert command("prepare", source, "--out", out, "--vocab", 300, "--json", *fraction) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["vocab"] == 300
+    assert command("show", out, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == summary["tokens"]
+    assert command("prepare", source, "--out", again, "--tokenizer", out / "tokenizer.json", *fraction) == 0
+    assert "train" in capsys.readouterr().out
+    for path in out.glob("*.bin"):
+        assert path.read_bytes() == (again / path.name).read_bytes()
+    assert command("prepare", tmp_path / "gone.txt", "--out", tmp_path / "x") == 2
+    assert "gone.txt" in capsys.readouterr().err
+
+
+def test_tokenizer_keeps_any_text_and_refuses_what_it_is_not(tmp_path):
+    tokenizer = Tokenizer.train(TEXTS, SMALLEST_VOCAB)  # no merges: plain bytes
+    odd = "tabs\t\r\n \x00 emoji 🙂 <|endoftext|> ﷽"
+    assert tokenizer.decode(tokenizer.encode("plain  text\n\n é🙂")) == "plain  text\n\n é🙂"
+    assert tokenizer.decode(tokenizer.encode(odd)) == odd
+    assert tokenizer.vocab_size == SMALLEST_VOCAB
+    assert len(tokenizer.encode("abc")) == 3
+    with pytest.raises(DataError, match="257"):
+        Tokenizer.train(TEXTS, 100)
+    with pytest.raises(DataError, match="no tokenizer"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="not a tokenizer"):
+        Tokenizer.load(tmp_path)

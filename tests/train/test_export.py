@@ -1,0 +1,136 @@
+"""Oracle: the real transformers classes compute our logits, in both directions."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from slipstream.data.tokenizer import Tokenizer
+from slipstream.errors import UserError
+from slipstream.models.sizes import ModelConfig
+from slipstream.models.stages import build_model, build_stage
+from slipstream.train import export
+
+transformers = pytest.importorskip("transformers")
+
+SHAPES = {
+    "llama tied": ModelConfig(vocab=97, dim=48, layers=3, heads=4, kv_heads=2, ffn=80),
+    "llama untied": ModelConfig(
+        vocab=97, dim=48, layers=2, heads=4, kv_heads=4, ffn=80, tied=False, rope_theta=5e5
+    ),
+    "qwen3": ModelConfig(vocab=97, dim=48, layers=2, heads=4, kv_heads=2, ffn=80, qk_norm=True),
+    "mixtral": ModelConfig(
+        vocab=97, dim=48, layers=2, heads=4, kv_heads=2, ffn=32, tied=False, experts=4, experts_per_token=2
+    ),
+}
+
+
+def scrambled(config: ModelConfig):
+    """A model with every tensor large and different, norms too, so that a swapped name changes the logits."""
+    model = build_model(config, seed=1)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            noise = torch.randn(tensor.shape, generator=generator)
+            tensor.copy_(1 + 0.3 * noise if tensor.ndim == 1 else 0.15 * noise)
+    return model
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_transformers_loads_the_folder_and_agrees(name, tmp_path):
+    config = SHAPES[name]
+    model = scrambled(config)
+    export.export(dict(model.named_parameters()), config, tmp_path / "out", sequence=64)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, dtype=torch.float32
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert type(theirs).__name__ == json.loads((tmp_path / "out/config.json").read_text())["architectures"][0]
+    tokens = torch.randint(0, 97, (2, 33), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours = model(tokens)
+        assert ours.std() > 0.1
+        assert torch.allclose(theirs(tokens).logits, ours, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_folder_written_by_transformers_reads_back(name, tmp_path):
+    """model.init_from: the library's own save, our read, equal logits."""
+    config = SHAPES[name]
+    export.export(dict(scrambled(config).named_parameters()), config, tmp_path / "ours", sequence=64)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    read = export.read_config(tmp_path / "theirs")
+    assert (read.tied, read.rope_theta, read.experts, read.qk_norm) == (
+        config.tied,
+        config.rope_theta,
+        config.experts,
+        config.qk_norm,
+    )
+    model = build_model(read, seed=3)
+    model.load_state_dict(export.read_weights(tmp_path / "theirs", read))
+    tokens = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        assert torch.allclose(model(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_weights_survive_the_round_trip_bit_for_bit_and_load_into_stages(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "_SHARD_BYTES", 30_000)  # several files and an index
+    config = SHAPES["llama tied"]
+    model = scrambled(config)
+    export.export(dict(model.named_parameters()), config, tmp_path / "out")
+    assert (tmp_path / "out/model.safetensors.index.json").exists()
+    state = export.read_weights(tmp_path / "out", export.read_config(tmp_path / "out"))
+    for name, tensor in model.named_parameters():
+        assert torch.equal(state[name], tensor)
+    last = build_stage(config, 2, 3, embedding=False, head=True, seed=0)
+    last.load_state_dict({name: state[name] for name in last.state_dict()})
+    assert torch.equal(last.head.weight, model.embedding.weight)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert torch.equal(loaded.model.embed_tokens.weight, model.embedding.weight)
+
+
+def test_the_tokenizer_travels(tmp_path):
+    tokenizer = Tokenizer.train(["the quick brown fox"] * 9, 280)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    config = ModelConfig(vocab=tokenizer.vocab_size, dim=16, layers=1, heads=2, kv_heads=1, ffn=16)
+    state = dict(build_model(config, 0).named_parameters())
+    export.export(state, config, tmp_path / "out", tokenizer=tmp_path / "tokenizer.json")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs("the fox, naïve")["input_ids"] == tokenizer.encode("the fox, naïve")
+    assert theirs.eos_token_id == tokenizer.end_of_document
+
+
+def test_what_cannot_be_exported_or_read_is_refused_by_name(tmp_path):
+    routed = ModelConfig(
+        vocab=9, dim=8, layers=1, heads=2, kv_heads=1, ffn=8, qk_norm=True, experts=2, experts_per_token=1
+    )
+    with pytest.raises(UserError, match="QK-norm"):
+        export.export(dict(build_model(routed, 0).named_parameters()), routed, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+    config = SHAPES["llama tied"]
+    state = dict(build_model(config, 0).named_parameters())
+    export.export(state, config, tmp_path / "b")
+    with pytest.raises(UserError, match="already exists"):
+        export.export(state, config, tmp_path / "b")
+    with pytest.raises(UserError, match=r"norm\.weight is missing"):
+        export.export({k: v for k, v in state.items() if k != "norm.weight"}, config, tmp_path / "c")
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]  # a failure leaves nothing behind
+
+    described = json.loads((tmp_path / "b/config.json").read_text())
+    for change, message in (
+        ({"attention_bias": True}, "attention_bias"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type"),
+    ):
+        (tmp_path / "b/config.json").write_text(json.dumps(described | change))
+        with pytest.raises(UserError, match=message):
+            export.read_config(tmp_path / "b")
+    (tmp_path / "b/config.json").write_text(json.dumps(described))
+    (tmp_path / "b/model.safetensors").write_bytes(b"not a tensor file")
+    with pytest.raises(UserError, match="cannot be read"):
+        export.read_weights(tmp_path / "b", config)
