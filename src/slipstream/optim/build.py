@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from slipstream.errors import UserError
-from slipstream.optim.library import LibraryOptimizer, library_class
+from slipstream.optim.library import LibraryOptimizer
 from slipstream.optim.muon import Muon
 from slipstream.optim.roles import split_parameters
 
@@ -68,11 +68,8 @@ def _library(kind: str, **fixed: Any) -> Callable[[list[Group], Mapping[str, Any
 
     def make(groups: list[Group], options: Mapping[str, Any]) -> Optimizer:
         sharded = any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
-        own = [group for group in groups if group["algorithm"] != "adamw"]
-        rest = [group for group in groups if group["algorithm"] == "adamw"]
         batched = {"foreach": False} if sharded else {}
-        library = library_class(kind)(own, **fixed, **options, **batched)
-        return LibraryOptimizer(library, _fused(torch.optim.AdamW)(rest, {}) if rest else None)
+        return LibraryOptimizer(kind, groups, {**fixed, **options, **batched})
 
     return make
 

@@ -34,15 +34,26 @@ def library_class(name: str) -> Callable[..., Optimizer]:
 
 
 class LibraryOptimizer(Optimizer):
-    """`library` over its own groups, then `rest` over the others; `algorithm` tells them apart."""
+    """`kind` with `options` over its own groups; AdamW over the groups whose `algorithm` is "adamw"."""
 
-    def __init__(self, library: Optimizer, rest: Optimizer | None = None) -> None:
-        self._library, self._rest = library, rest
-        groups = [*library.param_groups, *(rest.param_groups if rest else [])]
-        super().__init__([{key: group[key] for key in group if key != "step"} for group in groups], {})
+    def __init__(self, kind: str, groups: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
+        self._kind, self._options = kind, options
+        self._connect(groups)
+        merged = [*self._library.param_groups, *(self._rest.param_groups if self._rest else [])]
+        super().__init__([{key: group[key] for key in group if key != "step"} for group in merged], {})
 
-    def __getstate__(self) -> dict[str, Any]:  # a deep copy must keep its parts
-        return {**super().__getstate__(), "_library": self._library, "_rest": self._rest}
+    def _connect(self, groups: Sequence[dict[str, Any]]) -> None:
+        own = [dict(group) for group in groups if group["algorithm"] != "adamw"]
+        rest = [dict(group) for group in groups if group["algorithm"] == "adamw"]
+        self._library = library_class(self._kind)(own, **self._options)
+        self._rest = torch.optim.AdamW(rest) if rest else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_kind": self._kind, "_options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._connect(self.param_groups)  # a copy steps with parts of its own
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
