@@ -24,7 +24,7 @@ _NAMES = ", ".join([*GENERATORS, *(f"{alias} (= {name})" for alias, name in ALIA
 
 @app.command()
 def schedule(
-    name: Annotated[str, typer.Argument(help=f"One of: {_NAMES}.", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {_NAMES}.", show_default=False)],
     stages: Annotated[int, typer.Option(help="P, the number of pipeline stages (ranks).")] = 4,
     microbatches: Annotated[int, typer.Option(help="m, the microbatches of one update.")] = 8,
     groups: Annotated[int, typer.Option(help="Updates to draw.")] = 3,
@@ -132,13 +132,13 @@ def _table(figures: list[Steady]) -> Table:
     several = len(figures) > 1
     table = Table(title="Steady state", title_justify="left", title_style="bold")
     table.add_column("schedule", style="cyan", no_wrap=True)
-    table.add_column("time per update", justify="right")
-    table.add_column("bubble", justify="right")
-    table.add_column("peak activations\nper stage")
-    table.add_column("banks\nper stage")
+    table.add_column("time per\nupdate", justify="right")
+    table.add_column("\nbubble", justify="right", no_wrap=True)
+    table.add_column("peak\nactivations")
+    table.add_column("\nbanks")
     table.add_column("delay\nper stage")
     if several:
-        table.add_column(f"speed\nvs {figures[0].name}", justify="right")
+        table.add_column("\nspeed", justify="right")
     for entry in figures:
         cells = [
             entry.name,

@@ -84,9 +84,11 @@ def _draw(lanes: list[_Lane], titles: list[str]) -> Figure:
             zeroline=False,
             fixedrange=True,
         )
-    picture.update_xaxes(showgrid=False, zeroline=False, showticklabels=True, ticks="outside")
+    longest = max(lane.timeline.makespan for lane in lanes)
+    end = min(longest, until)
+    picture.update_xaxes(range=[0, end], showgrid=False, zeroline=False, showticklabels=True, ticks="outside")
+    picture.update_xaxes(title_text="time", row=len(titles), col=1)
     picture.update_annotations(x=0, xanchor="left", font={"size": 15})
-    cut = max(lane.timeline.makespan for lane in lanes) > until
     picture.update_layout(
         barmode="overlay",
         height=height,
@@ -97,7 +99,7 @@ def _draw(lanes: list[_Lane], titles: list[str]) -> Figure:
         legend={"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0},
         uniformtext={"minsize": 9, "mode": "hide"},
         title={
-            "text": f"cut at {seconds(until)}: too many actions to draw" if cut else None,
+            "text": f"the first {seconds(end)} of {seconds(longest)}" if end < longest else None,
             "x": 1,
             "xanchor": "right",
             "font": {"size": 12},

@@ -8,11 +8,11 @@ from slipstream.schedule.actions import Action, Kind
 from slipstream.schedule.timeline import Timeline
 
 HUES = ("blue", "amber", "green", "violet")  # groups take them in turn
-_SHADES = {  # forward, backward (or its input half), weight half
-    "blue": ("#9ccbff", "#2f7fd1", "#1b4c86"),
-    "amber": ("#ffd88a", "#e0951a", "#955f06"),
-    "green": ("#9be3b9", "#2fa36b", "#155f3a"),
-    "violet": ("#d9bfff", "#8a5bd6", "#54318f"),
+_SHADES = {  # forward, input half, whole backward, weight half
+    "blue": ("#9ccbff", "#559fe8", "#2f7fd1", "#1b4c86"),
+    "amber": ("#ffd88a", "#f0ae3c", "#e0951a", "#955f06"),
+    "green": ("#9be3b9", "#52bf88", "#2fa36b", "#155f3a"),
+    "violet": ("#d9bfff", "#a880e8", "#8a5bd6", "#54318f"),
 }
 UPDATE = "#20242b"
 IDLE = "#eef0f3"
@@ -23,7 +23,7 @@ WORDS = {
     Kind.BACKWARD_WEIGHT: "backward, weight half",
     Kind.UPDATE: "update",
 }
-_SHADE_OF = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 2}
+_SHADE_OF = {Kind.FORWARD: 0, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD: 2, Kind.BACKWARD_WEIGHT: 3}
 
 
 def colour(action: Action) -> str:

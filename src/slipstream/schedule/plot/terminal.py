@@ -27,7 +27,7 @@ def terminal(timelines: Mapping[str, Timeline], width: int, colours: bool = True
     for title, timeline in timelines.items():
         lines.append(Text(title, style="bold"))
         for rank in range(len(timeline.ranks)):
-            line = Text(f"{_rank_name(timeline, rank):>{names}}  ", style="dim", end="")
+            line = Text.assemble((f"{_rank_name(timeline, rank):>{names}}  ", "dim"))
             line.append_text(_row(timeline, rank, step, columns, colours))
             lines.append(line)
         end = timeline.makespan
@@ -47,7 +47,7 @@ def _scale(timelines: Mapping[str, Timeline], columns: int) -> tuple[float, floa
     """Time per column, and the time the picture ends.
 
     The shortest action gets a whole number of columns. If then not everything fits, the picture ends early,
-    unless it would not even show one and a half updates: then everything is squeezed in.
+    unless it would not even show one whole update: then everything is squeezed in.
     """
     lengths = [
         span.end - span.start
@@ -62,7 +62,7 @@ def _scale(timelines: Mapping[str, Timeline], columns: int) -> tuple[float, floa
     per_unit = min(_WIDEST_UNIT, int(columns * unit / longest * (1 + 1e-9)))
     if per_unit >= 1:
         return unit / per_unit, longest
-    if columns * unit >= 1.5 * max(timeline.time_per_update for timeline in timelines.values()):
+    if columns * unit >= max(timeline.time_per_update for timeline in timelines.values()):
         return unit, columns * unit
     return longest / columns, longest
 
@@ -70,7 +70,7 @@ def _scale(timelines: Mapping[str, Timeline], columns: int) -> tuple[float, floa
 def _row(timeline: Timeline, rank: int, step: float, columns: int, colours: bool) -> Text:
     begin = timeline.begin
     last = min(columns, round(timeline.makespan / step))
-    row = Text(end="")
+    row = Text()
     column = 0
     spans = zip(timeline.ranks[rank], timeline.starts[rank], timeline.ends[rank], strict=True)
     for action, start, end in spans:

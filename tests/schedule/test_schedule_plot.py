@@ -1,0 +1,133 @@
+"""The pictures: what is drawn is what the timeline says."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from slipstream.errors import UserError
+from slipstream.schedule import Costs, Timeline, build, plot, simulate
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def timeline(name: str = "2bw", groups: int = 2, **costs) -> Timeline:
+    return simulate(build(name, 3, 4, groups), Costs(**costs))
+
+
+def printed(timelines: dict[str, Timeline], width: int, colours: bool = False) -> list[str]:
+    console = Console(width=width, color_system="truecolor" if colours else None, force_terminal=colours)
+    with console.capture() as capture:
+        console.print(plot.terminal(timelines, width, colours))
+    return capture.get().splitlines()
+
+
+def test_terminal_draws_1f1b_to_scale() -> None:
+    lines = printed({"1f1b": timeline("1f1b", 1)}, width=45)
+    assert lines[:4] == [
+        "1f1b",
+        "stage 0  F0F1F2········B0--F3B1--··B2--··B3--"[:45],
+        "stage 1  ··F0F1····B0--F2B1--F3B2--··B3--····"[:45],
+        "stage 2  ····F0B0--F1B1--F2B2--F3B3--········"[:45],
+    ]
+    assert "18 in all" in lines[4]
+
+
+def test_terminal_numbers_groups_by_colour() -> None:
+    lines = printed({"2bw": timeline(groups=3)}, width=100, colours=True)
+    assert "48;2;156;203;255" in lines[1]  # a forward of group 0, blue
+    assert "48;2;255;216;138" in lines[1]  # a forward of group 1, amber
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 300])
+@pytest.mark.parametrize("name", ["2bw", "zbv", "dualpipev"])
+def test_terminal_fits_any_width(width: int, name: str) -> None:
+    drawn = {"one": simulate(build(name, 4, 8, 3)), "two": simulate(build("gpipe", 4, 64, 3))}
+    rows = [line for line in printed(drawn, width) if re.match(r" *(stage|rank) \d", line)]
+    assert len(rows) == 8
+    assert all(len(row) <= width for row in rows)
+
+
+def test_terminal_says_where_it_stops() -> None:
+    assert any("the first 31 of 42 in all" in line for line in printed({"x": timeline(groups=3)}, width=40))
+
+
+def test_svg_has_one_rectangle_per_action() -> None:
+    picture = timeline(update=1.0)
+    root = ET.fromstring(plot.to_svg({"<2bw> & more": picture}))
+    tips = [title.text or "" for title in root.iter(f"{SVG}title")]
+    assert len(tips) == len(picture.spans)
+    assert sum("update" in tip and "makes weights" in tip for tip in tips) == 6
+    assert any("forward · microbatch 2 · group 1 · reads weights 0" in tip for tip in tips)
+    assert any(text.text == "<2bw> & more" for text in root.iter(f"{SVG}text"))
+
+
+def test_a_long_run_is_cut_and_says_so() -> None:
+    long = simulate(build("2bw", 8, 64, 30))
+    svg = plot.to_svg({"2bw": long})
+    assert "(the first " in svg
+    assert svg.count("<title>") <= 20_000
+    shown = plot.panels({"2bw": long})
+    assert sum(len(trace.x) for trace in shown.data) <= 8_000  # pyright: ignore
+    assert "the first " in shown.layout.title.text  # pyright: ignore
+
+
+def test_html_stands_alone_and_hover_tells_the_action() -> None:
+    page = plot.to_html({"2bw": timeline(), "1f1b": timeline("1f1b")})
+    assert not re.search(r"<script[^>]+src=", page)
+    assert "backward \\u00b7 microbatch 3 \\u00b7 group 1 \\u00b7 reads weights 0" in page
+
+
+def test_figure_lays_the_measurement_under_the_prediction() -> None:
+    predicted, measured = timeline(), timeline(jitter=0.2)
+    picture = plot.figure(predicted, measured)
+    words = {trace.customdata[0][0].split(":")[0] for trace in picture.data}  # pyright: ignore
+    assert words == {"predicted", "measured"}
+    drawn = sum(len(trace.x) for trace in picture.data)  # pyright: ignore
+    assert drawn == sum(span.end > span.start for t in (predicted, measured) for span in t.spans)
+    alone = plot.figure(predicted)
+    assert sum(len(trace.x) for trace in alone.data) < drawn  # pyright: ignore
+
+
+def test_a_measured_timeline_is_drawn_from_zero() -> None:
+    late = Timeline.from_spans(
+        span._replace(start=span.start + 1e6, end=span.end + 1e6) for span in timeline().spans
+    )
+    assert min(min(trace.base) for trace in plot.figure(late).data) == 0  # pyright: ignore
+    assert printed({"x": late}, 80) == printed({"x": timeline()}, 80)
+
+
+def test_trace_is_what_perfetto_reads() -> None:
+    picture = timeline(forward=0.01, backward=0.02)
+    events = json.loads(plot.to_trace({"2bw": picture}))["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == len(picture.spans)
+    first = min(spans, key=lambda event: event["ts"])
+    assert (first["name"], first["tid"]) == ("0F0g0v0", 0)
+    assert first["dur"] == pytest.approx(10_000)  # microseconds
+    assert first["args"] == {"stage": 0, "microbatch": 0, "group": 0, "version": 0}
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} >= {"2bw", "rank 2"}
+
+
+def test_free_actions_still_draw() -> None:
+    """All costs zero: nothing has a length, and nothing divides by it."""
+    nothing = timeline(forward=0, backward=0)
+    assert nothing.bubble_fraction == (0, 0, 0)
+    for draw in (plot.to_svg, plot.to_html, plot.to_trace):
+        assert draw({"nothing": nothing})
+    assert printed({"nothing": nothing}, 60)
+
+
+def test_save_goes_by_the_file_name(tmp_path: Path) -> None:
+    for name, beginning in (("a.svg", "<svg"), ("a.html", "<!doctype html"), ("a.json", '{"traceEvents')):
+        plot.save(tmp_path / name, {"2bw": timeline()})
+        assert (tmp_path / name).read_text().startswith(beginning)
+    with pytest.raises(UserError, match=r"a\.gif.*\.html, \.svg, \.json"):
+        plot.save(tmp_path / "a.gif", {"2bw": timeline()})
+    with pytest.raises(UserError, match="Cannot write"):
+        plot.save(tmp_path / "missing" / "a.svg", {"2bw": timeline()})
