@@ -187,6 +187,8 @@ def _check_pipeline(config: Config, problems: list[str]) -> None:
             f"pipeline.schedule = '{pipeline.schedule}' needs pipeline.microbatches ({m}) divisible by "
             f"pipeline.stages ({stages})."
         )
+    if pipeline.schedule == "zbv" and config.data.mask_documents:
+        problems.append("data.mask_documents does not work with pipeline.schedule=zbv. Use 2bw or 1f1b.")
     if pipeline.shard_optimizer and pipeline.data_ranks == 1:
         problems.append("pipeline.shard_optimizer needs pipeline.data_ranks of 2 or more to take effect.")
     if pipeline.microbatch_size % pipeline.data_ranks:

@@ -98,7 +98,7 @@ def stage_modules(
     """The stage modules `indices` of a model cut into `count`."""
     layers = split(model, count, config.pipeline.boundaries, config.data.sequence)
     # A routed layer adds its losses in its own backward, scaled as the engine scales a microbatch's loss.
-    weight = 1.0 if config.synchronous else 1.0 / config.pipeline.microbatches
+    weight = 1.0 / config.pipeline.microbatches
     built = []
     for index in indices:
         stage = build_stage(

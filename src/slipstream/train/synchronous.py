@@ -1,6 +1,245 @@
-"""placeholder"""
+"""Torch's own synchronous schedules in the shape the training loop drives.
+
+The forwards and backwards are torch's classes; the update is the engine's (`pipeline/update.py`, delay 0),
+so that clipping over all stages, tied weights, data parallelism, skipping and checkpoints are the same as
+under 2BW:
+
+    z_{g+1} = Optimizer(z_g, state, G_g),   G_g the mean gradient at z_g
+
+The loss is divided by m before the backward, as the engine does, so the gradients are those of `delay=0` in
+the emulator, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+
+from slipstream.config import Config
+from slipstream.distributed import World
+from slipstream.models.sizes import ModelConfig
+from slipstream.optim.corrections import build_correction
+from slipstream.pipeline import state as states
+from slipstream.pipeline.gradients import Accumulator
+from slipstream.pipeline.mesh import Mesh
+from slipstream.pipeline.peers import Alone
+from slipstream.pipeline.update import Updater
+from slipstream.pipeline.versions import Versions
+from slipstream.train import build
+from slipstream.train.batches import Batch
+from slipstream.train.engine import AfterUpdate
+from slipstream.train.loss import token_loss
+from slipstream.train.pipelined import mesh_groups
+from slipstream.train.state import snapshot
+
+_TORCH: dict[str, Callable[..., Any]] = {
+    "1f1b": Schedule1F1B,
+    "gpipe": ScheduleGPipe,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zbv": ScheduleZBVZeroBubble,
+}
 
 
 class Synchronous:
-    def __init__(self, *a):
-        raise NotImplementedError
+    """One rank of a flushed pipeline; it holds one stage module, or two (interleaved, V-shaped)."""
+
+    def __init__(self, config: Config, model: ModelConfig, world: World, device: torch.device) -> None:
+        pipeline = config.pipeline
+        assert pipeline.stages is not None
+        rank, _ = world.mesh(pipeline.stages)
+        count = pipeline.stages * config.chunks
+        indices = held_by(pipeline.schedule, rank, pipeline.stages)
+        self._m = pipeline.microbatches
+        self._first, self._last = 0 in indices, count - 1 in indices
+        modules = build.stage_modules(config, model, count, indices, device)
+        group, data_group = mesh_groups(world, pipeline.stages)
+        self._versions = [Versions(m, _always, delay=0, prepare=build.preparation(config)) for m in modules]
+        self._accumulators = [Accumulator(versions.master) for versions in self._versions]
+        self.masters: list[nn.Module] = list(modules)
+        names = [name for versions in self._versions for name in versions.names]
+        self.names = set(names)
+        ties = _ties(model, names)
+        parameters = [p for versions in self._versions for p in versions.master.parameters]
+        if world.size == 1:
+            peers: Alone | Mesh = Alone(len(names), list(ties.values()))
+        else:
+            peers = Mesh(
+                [p.numel() for p in parameters], ties, stage=rank, stages=pipeline.stages, group=group,
+                data_group=data_group, sharded=False, presharded=False,
+                timeout_seconds=config.train.timeout_seconds,
+            )  # fmt: skip
+        self.optimizer = build.optimizer_factory(config)(nn.ModuleList(modules))
+        self._updater = Updater(
+            self._versions,
+            self.optimizer,
+            build_correction("none"),
+            config.optim.max_grad_norm or None,
+            peers,
+        )
+        self._stages = [
+            PipelineStage(_as_module(versions.replica(0).call), index, count, device, group=group)
+            for versions, index in zip(self._versions, indices, strict=True)
+        ]
+        self._busy = _timed(self._stages) if device.type == "cpu" else None
+        self._loss = token_loss(self._m * pipeline.data_ranks, config.train.z_loss)
+        self._folded, self._pipeline = pipeline.schedule == "zbv", group
+        self._hidden = (pipeline.microbatch_size // pipeline.data_ranks, config.data.sequence, model.dim)
+        self._schedule = _TORCH[pipeline.schedule](
+            self._stages if config.chunks > 1 else self._stages[0],
+            self._m,
+            loss_fn=lambda output, target: self._loss(output, target) / self._m,
+            scale_grads=False,
+        )
+        self._group = 0
+
+    @property
+    def after_update(self) -> AfterUpdate | None:
+        return self._updater.after_update
+
+    @after_update.setter
+    def after_update(self, hook: AfterUpdate | None) -> None:
+        self._updater.after_update = hook
+
+    @property
+    def busy_seconds(self) -> float:
+        return math.nan if self._busy is None else self._busy[0]
+
+    def step(self, batch: Batch) -> list[Tensor]:
+        self._updater.enter(self._group)
+        losses = self._run(self._schedule.step, batch)
+        grads = [
+            grad
+            for versions, accumulator in zip(self._versions, self._accumulators, strict=True)
+            for grad in accumulator.take(versions.replica(self._group))
+        ]
+        self._updater.begin(self._group, grads)
+        self._updater.finish_all()
+        self._group += 1
+        return losses
+
+    def evaluate(self, batch: Batch) -> list[Tensor]:
+        with torch.no_grad():
+            # Torch's V-shaped schedule keeps its backward actions in eval() and fails on them.
+            return self._fold(batch) if self._folded else self._run(self._schedule.eval, batch)
+
+    def _fold(self, batch: Batch) -> list[Tensor]:
+        """Forwards along the V: down the ranks through the first modules, back up through the second."""
+        ranks = dist.get_process_group_ranks(self._pipeline)
+        held, local, losses = [stage.stage_index for stage in self._stages], [], []
+        top = 2 * len(ranks) - 1
+        owner = [ranks[min(index, top - index)] for index in range(top + 1)]
+        inputs = list(batch.inputs.chunk(self._m)) if batch.inputs is not None else []
+        targets = list(batch.targets.chunk(self._m)) if batch.targets is not None else []
+        for index, stage in zip(held, self._stages, strict=True):
+            for k in range(self._m):
+                if index == 0:
+                    x = inputs[k]
+                elif owner[index - 1] == owner[index]:
+                    x = local[k]
+                else:
+                    x = torch.empty(self._hidden, device=stage.device)
+                    dist.recv(x, owner[index - 1], group=self._pipeline)
+                out = stage.submod(x)
+                if index == top:
+                    losses.append(self._loss(out, targets[k]))
+                elif owner[index + 1] == owner[index]:
+                    local.append(out)
+                else:
+                    dist.send(out, owner[index + 1], group=self._pipeline)
+        return losses
+
+    def _run(self, function: Callable[..., Any], batch: Batch) -> list[Tensor]:
+        losses: list[Tensor] = []
+        inputs = (batch.inputs,) if self._first else ()
+        targets = {"target": batch.targets, "losses": losses} if self._last else {}
+        function(*inputs, **targets)
+        return [loss.detach() * self._m for loss in losses]
+
+    def drain(self) -> None:
+        """Nothing is ever in flight between two steps."""
+
+    def grad_norm(self, group: int) -> float | None:
+        return self._updater.grad_norms.get(group)
+
+    def capture(self) -> dict[str, Any]:
+        return snapshot(states.capture(self._updater)) | {"banks": {}}  # the banks are the master
+
+    def load(self, state: dict[str, Any]) -> None:
+        group = state["group"]
+        states.restore(self._updater, state | {"banks": {str(group): state["master"]}})
+        self._group = group
+
+    def request_stop(self) -> None:
+        self._updater.tally.stop = True
+
+    def stopping(self) -> bool:
+        heard = self._updater.heard.get(self._group - 1)
+        return heard is not None and heard.stop
+
+
+def held_by(schedule: str, rank: int, stages: int) -> list[int]:
+    """The stage modules of a rank: one, two in turn, or the two arms of a V."""
+    if schedule == "interleaved_1f1b":
+        return [rank, rank + stages]
+    if schedule == "zbv":
+        return [rank, 2 * stages - 1 - rank]
+    return [rank]
+
+
+def _ties(model: ModelConfig, names: list[str]) -> dict[str, list[int]]:
+    held = [names.index(name) for name in ("embedding.weight", "head.weight") if name in names]
+    return {"embedding": held} if model.tied and held else {}
+
+
+def _always(group: int) -> bool:
+    return True
+
+
+class _Called(nn.Module):
+    """A prepared replica (under autocast, say) as the module torch's stage asks for."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def forward(self, *args: Any) -> Any:
+        return self._call(*args)
+
+
+def _as_module(call: Callable[..., Any]) -> nn.Module:
+    return call if isinstance(call, nn.Module) else _Called(call)
+
+
+def _timed(stages: list[PipelineStage]) -> list[float]:
+    """Sum the time spent in forwards and backwards; what is left of a step is bubble, waiting and the
+    update.
+    """
+    total = [0.0]
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                total[0] += time.perf_counter() - began
+
+        return call
+
+    for stage in stages:
+        for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+            setattr(stage, name, timed(getattr(stage, name)))
+    return total
