@@ -1,4 +1,4 @@
-"""Each optimizer in a few lines of float64, from its paper: one weight, a list of gradients, the final weight."""
+"""Each optimizer in a few lines, from its paper: one weight, a list of gradients, the final weight."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def ademamix(w, grads, lr, weight_decay, betas, eps, alpha):
 
 
 def mars(w, grads, lr, weight_decay, betas, eps, gamma):
-    """Yuan et al. 2024: gradient differences scaled by gamma beta1 / (1 - beta1), clipped to norm 1, AdamW."""
+    """Yuan et al. 2024: AdamW on g + gamma beta1 / (1 - beta1) (g - last g), clipped to norm 1."""
     m = n = last = torch.zeros_like(w)
     for t, g in enumerate(grads, 1):
         c = g + gamma * betas[0] / (1 - betas[0]) * (g - last)
@@ -120,7 +120,7 @@ def mars(w, grads, lr, weight_decay, betas, eps, gamma):
 
 
 def soap(w, grads, lr, weight_decay, betas, eps, precondition_frequency):
-    """Vyas et al. 2024: Adam in the eigenbases of the running G Gᵀ and Gᵀ G; the first gradient only sets them."""
+    """Vyas et al. 2024: Adam in the eigenbases of running G Gᵀ and Gᵀ G, which the first gradient sets."""
     beta = betas[1]
     left, right = (1 - beta) * grads[0] @ grads[0].T, (1 - beta) * grads[0].T @ grads[0]
     bases = [torch.linalg.eigh(side)[1].flip(1) for side in (left, right)]

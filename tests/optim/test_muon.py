@@ -1,4 +1,4 @@
-"""Muon: the same bits in any company, an fp32 reference, torch's own, look-ahead, experts, state, refusals."""
+"""Muon: the same bits in any company, references, torch's own, look-ahead, experts, state, refusals."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_matrix_gets_the_same_bits_in_any_stack(shape, dtype):
 
 
 def test_a_step_gives_the_same_bits_in_any_split():
-    """All parameters in one optimizer, or split over stages as a pipeline would: identical weights and state."""
+    """All parameters in one optimizer, or split over stages as a pipeline would: identical weights."""
     torch.manual_seed(1)
     shapes = [shape for shape in SHAPES[:6] for _ in range(3)] + [(4, 24, 16), (4, 24, 16)]
     grads = [[torch.randn(shape) for shape in shapes] for _ in range(3)]

@@ -2,6 +2,7 @@
 
     SGD            -lr m
     Adam, MARS     -lr (m / (1 - beta1^t)) / (sqrt(n / (1 - beta2^t)) + eps)
+    NAdam          -lr (mu_{t+1} m / (1 - mu_1 ... mu_{t+1})) / (sqrt(n / (1 - beta2^t)) + eps)
     Lion           -lr sign(m)
     Muon           -lr scale Orthogonal(m), since the step's size says nothing about the momentum's
 
@@ -66,10 +67,18 @@ def sgd_velocity(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
 
 
 def adam_velocity(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
-    beta1, beta2 = group["betas"][:2]
-    step = float(state["step"])
-    denominator = local(state["exp_avg_sq"]).div(1 - beta2**step).sqrt_().add_(group["eps"])
-    return local(state["exp_avg"]).div(denominator).mul_(-group["lr"] / (1 - beta1**step))
+    return _adam(group, state, 1 / (1 - group["betas"][0] ** float(state["step"])))
+
+
+def nadam_velocity(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
+    decay = 0.96 ** ((float(state["step"]) + 1) * group["momentum_decay"])
+    momentum = group["betas"][0] * (1 - 0.5 * decay)
+    return _adam(group, state, momentum / (1 - float(state["mu_product"]) * momentum))
+
+
+def _adam(group: Mapping[str, Any], state: Mapping[str, Any], weight: float) -> Tensor:
+    second = local(state["exp_avg_sq"]) / (1 - group["betas"][1] ** float(state["step"]))
+    return local(state["exp_avg"]).div(second.sqrt_().add_(group["eps"])).mul_(-group["lr"] * weight)
 
 
 def lion_velocity(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
@@ -79,7 +88,7 @@ def lion_velocity(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
 RULES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Tensor]] = {
     "sgd": sgd_velocity,
     "adamw": adam_velocity,
-    "nadamw": adam_velocity,
+    "nadamw": nadam_velocity,
     "mars": adam_velocity,
     "lion": lion_velocity,
 }
@@ -87,5 +96,5 @@ _TORCH = {
     torch.optim.SGD: "sgd",
     torch.optim.Adam: "adamw",
     torch.optim.AdamW: "adamw",
-    torch.optim.NAdam: "adamw",
+    torch.optim.NAdam: "nadamw",
 }

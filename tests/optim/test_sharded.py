@@ -1,0 +1,77 @@
+"""Sharded parameters: the same weights as unsharded, each matrix orthogonalised once, clear refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optim import jobs
+from slipstream.distributed import RankPool
+from slipstream.errors import UserError
+from slipstream.optim.sharded import owners
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return {
+        name: jobs.train(jobs.network(), name) for name in ("muon", "adamw", "adan", "lion", "scion", "mars")
+    }
+
+
+def assert_equal(results, expected, exact=True):
+    for result in results:
+        for key, value in expected.items():
+            if exact:
+                assert torch.equal(result[key], value), key
+            else:
+                torch.testing.assert_close(result[key], value, rtol=1e-5, atol=1e-6, msg=key)
+
+
+def test_fsdp_muon_equals_the_unsharded_bit_for_bit(pool, whole):
+    assert_equal(pool.run("optim.jobs:fsdp", "muon"), whole["muon"])
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_any_shard_dimension(pool, whole, dim):
+    assert_equal(pool.run("optim.jobs:sharded", "muon", dim), whole["muon"])
+
+
+@pytest.mark.parametrize("name", ["adamw", "adan", "lion", "scion", "mars"])
+def test_other_optimizers_on_shards(pool, whole, name):
+    assert_equal(pool.run("optim.jobs:fsdp", name), whole[name], exact=False)
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_whole_matrices_on_their_owners(pool, whole, name):
+    assert_equal(pool.run("optim.jobs:whole_matrices", name), whole[name])
+
+
+def test_each_matrix_is_orthogonalised_once(pool):
+    """Two blocks of 3 matrices and 3 experts, 3 steps: 36 in all, over both ranks together."""
+    counts = pool.run("optim.jobs:orthogonalised")
+    assert sum(sum(rank) for rank in counts) == 3 * 2 * (3 + 3)
+    assert all(sum(rank) < 36 for rank in counts)
+
+
+def test_a_step_can_be_taken_in_parts(pool):
+    assert pool.run("optim.jobs:in_parts") == [(2, True), (2, True)]
+
+
+@pytest.mark.parametrize("name", ["soap", "normuon"])
+def test_refused_on_shards(pool, name):
+    with pytest.raises(UserError, match=f"{name} needs whole matrices"):
+        pool.run("optim.jobs:fsdp", name)
+
+
+def test_owners_share_the_work():
+    shapes = [torch.Size(s) for s in [(64, 64)] * 4 + [(64, 256)] * 3 + [(16, 64)] * 2]
+    owner = owners(shapes, 3)
+    loads = [sum(s.numel() * min(s) for s, o in zip(shapes, owner, strict=True) if o == r) for r in range(3)]
+    assert max(loads) < 1.5 * min(loads)
+    assert owner == owners(shapes, 3)
