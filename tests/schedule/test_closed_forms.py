@@ -60,6 +60,19 @@ def test_zero_bubble_forms(stages, microbatches, groups) -> None:
         )
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(2, 4))
+def test_chunked_forms(stages, rounds, chunks) -> None:
+    """Interleaving divides the bubble by the chunks; DualPipeV, without its overlap, has ZB-V's."""
+    microbatches = rounds * stages
+    interleaved = run("interleaved_1f1b", stages, microbatches, 1, chunks=chunks)
+    assert_bubble(interleaved, (stages - 1) / (chunks * microbatches + stages - 1))
+    if rounds >= 2:
+        assert_bubble(
+            run("dualpipev", stages, microbatches, 1), (stages - 1) / (6 * microbatches + stages - 1)
+        )
+
+
 @settings(max_examples=80, deadline=None)
 @given(stages_up_to_16, microbatches_up_to_64, st.data())
 def test_2bw_has_no_bubble(stages, microbatches, data) -> None:

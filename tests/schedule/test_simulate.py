@@ -78,10 +78,12 @@ def test_a_longer_run_begins_like_a_shorter_one(case) -> None:
         return
     longer = build(schedule.name, schedule.stages, schedule.microbatches, schedule.groups + 1)
     short, long = simulate(schedule, costs), simulate(longer, costs)
-    for span in short.spans:
-        if span.action.group == 0:
-            row = long.ranks[span.rank]
-            assert long.ends[span.rank][row.index(span.action)] == pytest.approx(span.end)
+    for rank, (ours, theirs) in enumerate(zip(short.ranks, long.ranks, strict=True)):
+        alike = next(
+            (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours)
+        )
+        assert alike >= (schedule.groups - 1) * schedule.microbatches * 2
+        assert list(short.ends[rank][:alike]) == pytest.approx(list(long.ends[rank][:alike]))
 
 
 def test_busy_time_is_the_sum_of_the_costs() -> None:
@@ -213,14 +215,23 @@ def test_a_measured_timeline_may_begin_anywhere_and_lack_updates() -> None:
     assert timeline.bubble_fraction == (0.5,)
     with pytest.raises(UserError, match="at least one span"):
         Timeline.from_spans([])
+    with pytest.raises(UserError, match="rank 2 but none of rank 1"):
+        Timeline.from_spans([*spans, spans[0]._replace(rank=2)])
+
+
+def test_a_measurement_may_stop_while_one_rank_is_ahead() -> None:
+    whole = simulate(build("2bw", 3, 4, 6))
+    part = Timeline.from_spans(span for span in whole.spans if span.end <= 50)
+    assert len({span.action.group for span in part.spans if span.rank == 0}) == 5
+    assert part.time_per_update == pytest.approx(12)
 
 
 def test_large_schedule_is_fast() -> None:
     """64 ranks, 512 microbatches, 10 groups in under 10 s, made and simulated."""
-    begin = time.perf_counter()
+    begin = time.process_time()
     timeline = simulate(build("2bw", 64, 512, 10))
     assert timeline.time_per_update == pytest.approx(512 * 3)
-    assert time.perf_counter() - begin < 10
+    assert time.process_time() - begin < 10
 
 
 @pytest.mark.parametrize("name", tuple(GENERATORS))

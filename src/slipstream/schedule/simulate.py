@@ -5,8 +5,8 @@ An action starts when its rank is free, its input has arrived and the weights it
     start = max(rank free, arrival of F from stage-1 or of the gradient from stage+1, publication)
 
 Sends never block and receives are posted ahead, so a link costs time only to the one who waits for it.
-Invariant: a start depends on earlier actions alone, so a longer run has the same times where both have an
-action, and the times up to a group's update are those of the infinite schedule.
+Invariant: a start depends on earlier actions alone, so a finite run has the times of the infinite schedule up
+to its drain: for every group but the last.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
+from operator import sub
 from typing import NamedTuple
 
 from slipstream.errors import UserError
@@ -47,6 +48,9 @@ class Timeline:
         rows: list[list[Span]] = [[] for _ in range(ordered[-1].rank + 1)]
         for span in ordered:
             rows[span.rank].append(span)
+        for rank, row in enumerate(rows):
+            if not row:
+                raise UserError(f"The timeline has spans of rank {len(rows) - 1} but none of rank {rank}.")
         return cls(
             ranks=tuple(tuple(span.action for span in row) for row in rows),
             starts=tuple([span.start for span in row] for row in rows),
@@ -60,12 +64,12 @@ class Timeline:
 
     @property
     def begin(self) -> float:
-        return min(row[0] for row in self.starts if row)
+        return min(row[0] for row in self.starts)
 
     @property
     def makespan(self) -> float:
         """From the first start to the last end."""
-        return max(row[-1] for row in self.ends if row) - self.begin
+        return max(row[-1] for row in self.ends) - self.begin
 
     @property
     def idle_fraction(self) -> tuple[float, ...]:
@@ -92,6 +96,11 @@ class Timeline:
         """The most weight versions alive, per model stage."""
         return occupancy.banks(self.ranks, self._model_stages)
 
+    @cached_property
+    def _groups(self) -> list[int]:
+        """The groups that every rank has begun (a measurement may stop anywhere)."""
+        return sorted(set.intersection(*({action.group for action in actions} for actions in self.ranks)))
+
     @property
     def _model_stages(self) -> int:
         return 1 + max(action.stage for actions in self.ranks for action in actions)
@@ -104,7 +113,7 @@ class Timeline:
 
     def settled(self, tolerance: float) -> bool:
         """Whether the last two periods before the drain agree, on every rank and between ranks."""
-        groups = sorted({action.group for actions in self.ranks for action in actions})
+        groups = self._groups
         periods = []
         for actions, ends in zip(self.ranks, self.ends, strict=True):
             final = {action.group: end for action, end in zip(actions, ends, strict=True)}
@@ -115,8 +124,8 @@ class Timeline:
     @cached_property
     def _windows(self) -> tuple[_Window, ...]:
         """What the steady state is measured on, per rank."""
-        groups = sorted({action.group for actions in self.ranks for action in actions})
-        if len(groups) == 1:
+        groups = self._groups
+        if len(groups) < 2:
             return tuple(
                 _Window(self.makespan, 1, self._busy(rank, 0, None)) for rank in range(len(self.ranks))
             )
@@ -131,7 +140,8 @@ class Timeline:
         return tuple(windows)
 
     def _busy(self, rank: int, begin: int, end: int | None) -> float:
-        return sum(self.ends[rank][begin:end]) - sum(self.starts[rank][begin:end])
+        # Difference first: measured clocks are large numbers, and their sums would drown a microsecond.
+        return sum(map(sub, self.ends[rank][begin:end], self.starts[rank][begin:end]))
 
 
 class _Window(NamedTuple):
