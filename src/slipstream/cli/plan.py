@@ -1,0 +1,118 @@
+"""`slipstream plan`: choose a layout for a model and a cluster."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from slipstream.errors import UserError
+from slipstream.models.sizes import ModelConfig, preset
+from slipstream.plan.devices import GIB, Cluster, find_device
+from slipstream.plan.explain import parse_count, to_json, to_toml
+from slipstream.plan.layout import Job
+from slipstream.plan.memory import BF16, FP32
+from slipstream.plan.penalty import load_penalties
+from slipstream.plan.planner import plan as search
+from slipstream.plan.profile import Profile
+from slipstream.plan.show import show
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="A model preset.")] = "moe-10b",
+    devices: Annotated[int, typer.Option(help="How many devices.")] = 64,
+    device: Annotated[str, typer.Option(help="A device preset, or a .toml file with its figures.")] = "h100",
+    batch_tokens: Annotated[str, typer.Option(help="Tokens per update, for example 4M.")] = "4M",
+    sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
+    optimizer: Annotated[str, typer.Option(help="Decides state, update time and token penalty.")] = "muon",
+    correction: Annotated[
+        str, typer.Option(help="none, error_feedback, error_feedback+sync_start.")
+    ] = "error_feedback",
+    tokens: Annotated[
+        str | None, typer.Option(help="Training budget. Default: 20 per active parameter.")
+    ] = None,
+    schedule: Annotated[str | None, typer.Option(help="Only this schedule.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Only this many stages.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Only this many microbatches.")] = None,
+    microbatch_size: Annotated[
+        int | None, typer.Option(help="Sequences per microbatch and data rank.")
+    ] = None,
+    memory: Annotated[float | None, typer.Option(help="GiB per device, instead of the preset's.")] = None,
+    efficiency: Annotated[float | None, typer.Option(help="Share of peak that is reached, 0 to 1.")] = None,
+    per_node: Annotated[int | None, typer.Option(help="Devices per node.")] = None,
+    latency: Annotated[float | None, typer.Option(help="Microseconds between nodes.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="GB/s per device between nodes.")] = None,
+    jitter: Annotated[float, typer.Option(help="Relative standard deviation of every duration.")] = 0.0,
+    float32: Annotated[bool, typer.Option(help="Banks and activations in fp32.")] = False,
+    penalty: Annotated[Path | None, typer.Option(help="Your own token penalty table (JSON).")] = None,
+    profile: Annotated[bool, typer.Option(help="Time this machine's device and link first.")] = False,
+    profile_file: Annotated[
+        Path | None, typer.Option(help="Where --profile writes; without --profile: use it.")
+    ] = None,
+    top: Annotated[int, typer.Option(help="Rows of the table.")] = 12,
+    toml: Annotated[
+        Path | None, typer.Option(help="Also write the TOML of the best layout that runs.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Rank layouts by predicted time to loss and say whether asynchrony pays."""
+    config = preset(model)
+    chosen = find_device(
+        device,
+        memory_bytes=None if memory is None else memory * GIB,
+        efficiency=efficiency,
+        per_node=per_node,
+        inter_latency=None if latency is None else latency * 1e-6,
+        inter_bandwidth=None if bandwidth is None else bandwidth * 1e9,
+    )
+    timings = None
+    if profile or profile_file is not None:
+        measured = _profile(config, sequence, optimizer, profile, profile_file)
+        chosen = replace(chosen, **measured.device_changes())
+        timings = measured.timings
+    job = Job(
+        config=config,
+        cluster=Cluster(chosen, devices, jitter),
+        batch_tokens=parse_count(batch_tokens),
+        sequence=sequence,
+        optimizer=optimizer,
+        correction=correction,
+        precision=FP32 if float32 else BF16,
+        tokens=None if tokens is None else parse_count(tokens),
+        schedule=schedule,
+        stages=stages,
+        microbatches=microbatches,
+        microbatch_size=microbatch_size,
+        penalties=load_penalties(penalty),
+        timings=timings,
+    )
+    result = search(job)
+    if toml is not None:
+        text = next((found for one in result.layouts if (found := to_toml(result, one, model))), None)
+        if text is None:
+            raise UserError("None of the ranked layouts uses a schedule that `slipstream train` runs.")
+        toml.write_text(text, encoding="utf-8")
+    if as_json:
+        print(json.dumps(to_json(result, model), indent=2))
+    else:
+        show(result, Console(), model, top)
+
+
+def _profile(config: ModelConfig, sequence: int, optimizer: str, measure: bool, path: Path | None) -> Profile:
+    """Read a profile, or time this machine: one layer, the embedding, the head, and a link of two ranks."""
+    if not measure:
+        assert path is not None
+        return Profile.read(path)
+    from slipstream.cli.profile import measure_profile
+
+    found = measure_profile(config, sequence, optimizer)
+    if path is not None:
+        found.write(path)
+    return found

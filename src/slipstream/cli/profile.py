@@ -1,0 +1,54 @@
+"""Joins models, optimizers and ranks to `plan.profile`, which may not import them: what `plan --profile`
+times.
+"""
+
+from __future__ import annotations
+
+import os
+
+from slipstream.models.sizes import ModelConfig
+from slipstream.plan.profile import SIZES, Profile, link, ping_pong, time_stage, timing
+
+
+def measure_profile(config: ModelConfig, sequence: int, optimizer: str) -> Profile:
+    """Time the parts of `config` on this machine's device, and the link between two of its processes."""
+    import torch
+    from torch.nn import functional
+
+    from slipstream.distributed import launch
+    from slipstream.models.stages import build_stage
+    from slipstream.optim.build import build
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # as every rank of a run
+    last = config.layers
+    parts = {
+        "embedding": build_stage(config, 0, 0, embedding=True, head=False, seed=0, device=device),
+        "layer": build_stage(config, 0, 1, embedding=False, head=False, seed=0, device=device),
+        "head": build_stage(config, last, last, embedding=False, head=True, seed=0, device=device),
+    }
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=device)
+        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    timings = {}
+    for name, stage in parts.items():
+        stage.to(dtype)
+        steps = build(optimizer, stage)
+        measured = {}
+        for size in SIZES:
+            if name == "embedding":
+                inputs = torch.zeros(size, sequence, dtype=torch.long, device=device)
+            else:
+                inputs = torch.randn(size, sequence, config.dim, device=device, dtype=dtype)
+            measured[size] = time_stage(stage, inputs, steps, loss if name == "head" else None)
+        timings[name] = timing(measured)
+    if device.type == "cuda":
+        memory, title = torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_name(0)
+    else:
+        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        memory, title = pages * size / (os.cpu_count() or 1), "cpu, one core"
+    return Profile(title, float(memory), timings, link(launch(ping_pong, 2)[0]))

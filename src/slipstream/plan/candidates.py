@@ -1,0 +1,191 @@
+"""The search space: every shape of a job's devices and batch, and whether it fits.
+
+A shape is cut by balanced cost; where a rank then overflows, by balanced cost among the cuts that fit. Stage
+memory is linear in the number of layers, so the most layers each stage can hold follow from two evaluations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import inf
+
+from slipstream.plan.layout import Job
+from slipstream.plan.memory import StageMemory, peak_activation_bytes, weights_memory
+from slipstream.plan.partition import partition
+from slipstream.plan.parts import build_model, stage_parts, stage_seconds
+from slipstream.plan.throughput import Shape, StageTimes, rank_of, stage_times
+from slipstream.schedule.actions import Schedule
+from slipstream.schedule.generate import build, canonical
+
+SCHEDULES = ("pipedream_2bw", "1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
+MICROBATCH_SIZES = (1, 2, 4, 8, 16, 32)
+OCCUPANCY_MICROBATCHES = 4  # times P: by then every schedule but gpipe holds its most activations
+
+Cut = tuple[range, ...]
+
+
+def shapes(job: Job) -> Iterator[Shape]:
+    """Every layout of the job's devices and batch that its schedule can run, fitting or not."""
+    devices = job.cluster.devices
+    names = (canonical(job.schedule),) if job.schedule else SCHEDULES
+    for stages in _divisors(devices):
+        if job.stages not in (None, stages) or stages > job.config.layers:
+            continue
+        data_ranks = devices // stages
+        for size in (job.microbatch_size,) if job.microbatch_size else MICROBATCH_SIZES:
+            microbatches, rest = divmod(job.sequences, data_ranks * size)
+            if rest or microbatches < 1 or job.microbatches not in (None, microbatches):
+                continue
+            for name in names:
+                yield from _variants(name, stages, data_ranks, microbatches, size, job.config.layers)
+
+
+def _variants(
+    name: str, stages: int, data_ranks: int, microbatches: int, size: int, layers: int
+) -> Iterator[Shape]:
+    base = Shape(name, stages, data_ranks, microbatches, size)
+    if not _runnable(base, layers):
+        return
+    depths: list[int | None] = [None]
+    if base.asynchronous and stages > 1 and microbatches >= 2 * stages:
+        depths.append(2 * stages - 1)  # hides link latency, at the price of activations
+    for checkpointing in (False, True):
+        for shard in (False, True) if data_ranks > 1 else (False,):
+            for inside in (True, False) if stages > 1 and data_ranks > 1 else (True,):
+                for depth in depths:
+                    yield replace(
+                        base, checkpointing=checkpointing, shard_optimizer=shard, pipeline_inside=inside,
+                        in_flight=depth,
+                    )  # fmt: skip
+
+
+def _runnable(shape: Shape, layers: int) -> bool:
+    """The laws of each schedule; a single stage is plain gradient accumulation, called 1f1b here."""
+    p, m = shape.stages, shape.microbatches
+    if p == 1:
+        return shape.schedule == "1f1b"
+    if shape.model_stages > layers:
+        return False
+    if shape.schedule == "interleaved_1f1b":
+        return m % p == 0
+    if shape.schedule == "dualpipev":
+        return m >= 2 * p
+    return m >= p
+
+
+def _divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+class Fitter:
+    """Cuts and memory of one job's shapes, remembering what many shapes share."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.model = build_model(job.config, job.sequence, job.cluster.device, job.precision, job.timings)
+        self._cuts: dict[tuple, Cut | None] = {}
+        self._schedules: dict[tuple, Schedule] = {}
+        self._in_flight: dict[tuple, list[float]] = {}
+
+    def fit(self, shape: Shape, room: float) -> tuple[Cut, tuple[StageMemory, ...], StageTimes] | None:
+        """The best cut that leaves no rank with more than `room` bytes; None where there is none."""
+        cut = self.cut(shape)
+        if cut is None:
+            return None
+        memory = self.memory(shape, cut)
+        if max(rank.total for rank in memory) > room:
+            if shape.chunks > 1 or sum(rank.total for rank in memory) > shape.stages * room:
+                return None
+            cut = self.cut(shape, self._most_layers(shape, room))
+            if cut is None:
+                return None
+            memory = self.memory(shape, cut)
+        job = self.job
+        times = stage_times(self.model, cut, shape, job.cluster.device, job.optimizer, job.precision)
+        return cut, memory, times
+
+    def cut(self, shape: Shape, most: tuple[int, ...] | None = None) -> Cut | None:
+        """Balanced cost, with at most `most[s]` layers on stage s."""
+        key = (shape.model_stages, shape.microbatch_size, shape.checkpointing, most)
+        if key not in self._cuts:
+
+            def cost(stage: int, first: int, last: int) -> float:
+                if first >= last or (most is not None and last - first > most[stage]):
+                    return inf
+                parts = stage_parts(self.model, range(first, last))
+                return sum(stage_seconds(parts, shape.microbatch_size, shape.checkpointing))
+
+            found = partition(len(self.model.layers), shape.model_stages, cost)
+            self._cuts[key] = tuple(found) if found else None
+        return self._cuts[key]
+
+    def memory(self, shape: Shape, cut: Cut) -> tuple[StageMemory, ...]:
+        """Memory of every rank, its chunks together."""
+        activations = peak_activation_bytes(
+            self._schedule(shape), [self._held(layers, shape) for layers in cut]
+        )
+        ranks: list[list[range]] = [[] for _ in range(shape.stages)]
+        for stage, layers in enumerate(cut):
+            ranks[rank_of(stage, shape)].append(layers)
+        return tuple(self._rank(shape, mine, activations[rank]) for rank, mine in enumerate(ranks))
+
+    def _rank(self, shape: Shape, chunks: Sequence[range], activations: float) -> StageMemory:
+        job, model = self.job, self.model
+        parts = [part for layers in chunks for part in stage_parts(model, layers)]
+        weights = weights_memory(
+            sum(part.matrices for part in parts),
+            sum(part.others for part in parts),
+            asynchronous=shape.asynchronous,
+            optimizer=job.optimizer,
+            correction=job.correction.split("+")[0],
+            precision=job.precision,
+            shards=shape.data_ranks if shape.shard_optimizer else 1,
+        )
+        head = max((part.working_bytes for part in parts if part is model.head), default=0.0)
+        layer = max((part.working_bytes for part in parts if part is not model.head), default=0.0)
+        links = 0 if shape.stages == 1 else 4  # one in use and one posted ahead, forward and backward
+        return replace(
+            weights,
+            activations=activations,
+            working=shape.microbatch_size * max(head, layer if shape.checkpointing else 0.0),
+            buffers=links * model.boundary_bytes * shape.microbatch_size,
+        )
+
+    def _held(self, layers: range, shape: Shape) -> float:
+        """Bytes one microbatch keeps on a stage between its forward and its backward."""
+        parts = stage_parts(self.model, layers)
+        kept = sum(
+            part.checkpointed_bytes if shape.checkpointing else part.activation_bytes for part in parts
+        )
+        return kept * shape.microbatch_size
+
+    def _most_layers(self, shape: Shape, room: float) -> tuple[int, ...]:
+        """The most layers each stage can hold (schedules of one chunk)."""
+        count = len(self.model.layers)
+        key = (shape.schedule, shape.stages, shape.microbatches, shape.in_flight)
+        if key not in self._in_flight:
+            self._in_flight[key] = peak_activation_bytes(self._schedule(shape), [1.0] * shape.stages)
+        most = []
+        for stage, in_flight in enumerate(self._in_flight[key]):
+            sizes = []
+            for layers in (1, 2):
+                first = 0 if stage == 0 else count - layers if stage == shape.stages - 1 else 1
+                segment = range(first, first + layers)
+                sizes.append(self._rank(shape, [segment], in_flight * self._held(segment, shape)).total)
+            left = room - sizes[0]
+            most.append(0 if left < 0 else 1 + int(left / (sizes[1] - sizes[0])))
+        return tuple(most)
+
+    def _schedule(self, shape: Shape) -> Schedule:
+        """Long enough to show the most activations the schedule ever holds."""
+        most = shape.microbatches if shape.schedule == "gpipe" else OCCUPANCY_MICROBATCHES * shape.stages
+        microbatches = min(shape.microbatches, most)
+        if shape.schedule == "interleaved_1f1b":
+            microbatches -= microbatches % shape.stages
+        key = (shape.schedule, shape.stages, microbatches, shape.in_flight)
+        if key not in self._schedules:
+            groups = 2 if shape.asynchronous else 1
+            options = {"in_flight": shape.in_flight} if shape.in_flight else {}
+            self._schedules[key] = build(shape.schedule, shape.stages, microbatches, groups, **options)
+        return self._schedules[key]

@@ -1,0 +1,126 @@
+"""Devices and clusters: memory, arithmetic, memory bandwidth, links. Presets for common accelerators.
+
+Peaks are the vendors' dense 16-bit figures; what is reached of them is `efficiency`, the one number here
+that is an assumption (replace it with `--efficiency`, or measure with `--profile`). A node holds `per_node`
+devices joined by the fast link; each device has its own share of the node's network card.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from slipstream.errors import UserError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator and its links. Rates are per device and per direction."""
+
+    name: str
+    peak_flops: float  # dense, 16 bit
+    memory_bytes: float | None = None
+    memory_bandwidth: float = 1e12  # bytes per second
+    efficiency: float = 0.5  # share of the peak that a stage's forward and backward reach
+    intra_bandwidth: float = 25e9  # bytes per second inside a node
+    intra_latency: float = 8e-6  # seconds
+    inter_bandwidth: float = 25e9  # bytes per second between nodes
+    inter_latency: float = 20e-6
+    per_node: int = 8
+    layer_overhead: float = 60e-6  # seconds per layer and call that no batch size amortises: launches
+    reserved_bytes: float = 1.0 * GIB  # context and communication buffers outside the allocator
+    usable: float = 0.94  # share of the rest that can be filled before fragmentation bites
+    source: str = "given by the user"
+
+    @property
+    def room_bytes(self) -> float:
+        """What a plan may fill. A device without a memory figure cannot be planned for."""
+        if not self.memory_bytes:
+            raise UserError(
+                f"The device '{self.name}' has no memory figure, so no layout can be checked. "
+                f"Give --memory in GiB (for example --memory 80), or choose a preset: {', '.join(PRESETS)}."
+            )
+        return self.usable * (self.memory_bytes - self.reserved_bytes)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`devices` of one kind, with the spread of durations that the network and the clock cause."""
+
+    device: Device
+    devices: int
+    jitter: float = 0.0  # relative standard deviation of every duration
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise UserError(f"A cluster needs at least 1 device, not {self.devices}.")
+
+
+def _preset(name: str, tflops: float, gib: float, tb_per_second: float, intra_gb: float, inter_gb: float,
+            source: str, **rest: float | int) -> Device:  # fmt: skip
+    return Device(name, tflops * 1e12, gib * GIB, tb_per_second * 1e12, intra_bandwidth=intra_gb * 1e9,
+                  inter_bandwidth=inter_gb * 1e9, source=source, **rest)  # fmt: skip # pyright: ignore
+
+
+# Memory is what the driver reports, a little under the figure on the label.
+PRESETS: dict[str, Device] = {
+    device.name: device
+    for device in (
+        _preset("v100-16g", 125, 15.8, 0.9, 150, 1.56,
+                "V100 SXM2 data sheet; 100 Gb/s a node", efficiency=0.4),
+        _preset("v100-32g", 125, 31.7, 0.9, 150, 1.56,
+                "V100 SXM2 data sheet; 100 Gb/s a node", efficiency=0.4),
+        _preset("a100-40g", 312, 39.4, 1.55, 300, 25, "A100 SXM data sheet; 200 Gb/s a device"),
+        _preset("a100-80g", 312, 79.2, 2.04, 300, 25, "A100 SXM data sheet; 200 Gb/s a device"),
+        _preset("h100", 989, 79.2, 3.35, 450, 50, "H100 SXM data sheet; 400 Gb/s a device", efficiency=0.45),
+        _preset("h200", 989, 139.8, 4.8, 450, 50, "H200 SXM data sheet; 400 Gb/s a device", efficiency=0.45),
+        _preset("b200", 2250, 178.0, 8.0, 900, 50, "HGX B200 data sheet; 400 Gb/s a device", efficiency=0.45),
+        _preset("mi300x", 1307, 191.5, 5.3, 64, 50, "MI300X data sheet; one link per pair", efficiency=0.4),
+        _preset("l40s", 362, 44.5, 0.864, 25, 12.5, "L40S data sheet; PCIe 4, 100 Gb/s a device"),
+        _preset("rtx4090", 165, 23.5, 1.0, 20, 3.1, "RTX 4090 data sheet; PCIe 4, 25 Gb/s a device"),
+        _preset("cpu", 0.06, 8.0, 0.02, 3, 1, "one slow core, 34 GFLOP/s fp32 measured", layer_overhead=4e-4,
+                intra_latency=1e-4, inter_latency=3e-4, efficiency=0.55, reserved_bytes=0.2 * GIB),
+    )
+}  # fmt: skip
+
+
+def find_device(name: str, **changes: float | int | None) -> Device:
+    """A preset, or a TOML file whose keys are the fields of `Device`, with some figures replaced."""
+    if name in PRESETS:
+        device = PRESETS[name]
+    elif name.endswith(".toml"):
+        device = _from_file(Path(name))
+    else:
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        raise UserError(
+            f"There is no device preset '{name}'.{hint} Presets: {', '.join(PRESETS)}; "
+            "or give a .toml file with name, peak_flops and memory_bytes."
+        )
+    given = {key: value for key, value in changes.items() if value is not None}
+    for key, value in given.items():
+        if value <= 0 and key not in ("intra_latency", "inter_latency"):
+            raise UserError(f"The device's {key} must be above 0, not {value}.")
+    return replace(device, **given)  # pyright: ignore[reportArgumentType]
+
+
+def _from_file(path: Path) -> Device:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"The device file {path} cannot be read: {error.strerror}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"The device file {path} is not valid TOML: {error}.") from None
+    known = {field.name for field in fields(Device)}
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            raise UserError(f"{path}: a device has no '{key}'.{hint} Keys: {', '.join(sorted(known))}.")
+    if "peak_flops" not in table:
+        raise UserError(f"{path}: peak_flops is missing (dense 16-bit operations per second).")
+    return Device(**{"name": path.stem, **table})

@@ -1,0 +1,230 @@
+"""A plan in words: why the best is best, what limits it, when asynchrony does not pay, how to run it.
+
+Lost time of a layout, in seconds per update (they add up to the predicted time):
+
+    ideal       all devices busy with forwards and backwards, perfectly balanced
+    imbalance   the slowest rank's excess over the mean
+    recompute   activation checkpointing
+    update      the optimizer's step on the rank
+    waiting     fill and drain, links, reductions that could not be hidden
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from slipstream.errors import UserError
+from slipstream.plan.layout import Layout, Plan, describe
+from slipstream.plan.throughput import rank_sums
+
+RUNNABLE = {  # planner's name -> pipeline.schedule
+    "pipedream_2bw": "2bw", "1f1b": "1f1b", "gpipe": "gpipe", "interleaved_1f1b": "interleaved_1f1b",
+    "zbv": "zbv",
+}  # fmt: skip
+
+
+def losses(layout: Layout) -> dict[str, float]:
+    """Where the seconds of an update go."""
+    shape, times = layout.shape, layout.times
+    pairs = rank_sums([f + b for f, b in zip(times.forward, times.backward, strict=True)], shape)
+    recompute = sum(times.forward) / shape.stages if shape.checkpointing else 0.0
+    mean = sum(pairs) / shape.stages
+    update = max(rank_sums(times.update, shape))
+    m = shape.microbatches
+    parts = {
+        "ideal": m * (mean - recompute),
+        "imbalance": m * (max(pairs) - mean),
+        "recompute": m * recompute,
+        "update": update,
+    }
+    return {**parts, "waiting": max(0.0, layout.speed.seconds - sum(parts.values()))}
+
+
+def explain(plan: Plan) -> list[str]:
+    """Sentences, most important first."""
+    best, synchronous, asynchronous = plan.best, plan.best_synchronous, plan.best_asynchronous
+    lines = [_verdict(plan)]
+    spent = losses(best)
+    shares = {name: value / best.speed.seconds for name, value in spent.items() if name != "ideal"}
+    worst = max(shares, key=lambda name: shares[name])
+    listed = ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share >= 0.0005)
+    lines.append(
+        f"Of each update of {best.speed.seconds:.3f} s the best layout loses: {listed or 'nothing'}."
+    )
+    lines.append(f"What limits it: {LIMITS[worst]}")
+    lines.append(_memory_sentence(plan))
+    if asynchronous and synchronous:
+        lines.append(_break_even(plan, asynchronous, synchronous))
+    lines.append(
+        f"Token penalty used: {plan.penalty.penalty:g} ({plan.penalty.optimizer}, {plan.penalty.correction}; "
+        f"{plan.penalty.source})."
+    )
+    return lines
+
+
+LIMITS = {
+    "imbalance": "layers do not divide evenly over the ranks; another P, or thinner layers, would.",
+    "recompute": "memory: without checkpointing it does not fit, or only in smaller microbatches.",
+    "update": "the optimizer's step; shard it over data ranks, or use a larger batch.",
+    "waiting": "filling, draining, links and reductions that nothing hides; more microbatches help.",
+}
+
+
+def _verdict(plan: Plan) -> str:
+    best, synchronous, asynchronous = plan.best, plan.best_synchronous, plan.best_asynchronous
+    if synchronous is None:
+        return f"Only asynchronous layouts were asked for: {describe(best.shape)}."
+    if asynchronous is None:
+        return f"No asynchronous layout fits or applies; the best is synchronous: {describe(best.shape)}."
+    faster = asynchronous.tokens_per_second / synchronous.tokens_per_second
+    net = asynchronous.score / synchronous.score
+    compared = (
+        f"2BW runs {faster:.3f}x the tokens/s of the fastest synchronous layout "
+        f"({synchronous.shape.schedule}), net {net:.3f}x after the token penalty of {plan.penalty.penalty:g}"
+    )
+    if net > 1.0:
+        return f"Asynchrony pays: {compared}."
+    return f"Asynchrony does not pay here: {compared}."
+
+
+def _memory_sentence(plan: Plan) -> str:
+    best = plan.best
+    rank, memory = max(enumerate(best.memory), key=lambda entry: entry[1].total)
+    room = plan.job.cluster.device.room_bytes
+    parts = sorted(asdict(memory).items(), key=lambda entry: -entry[1])
+    listed = ", ".join(f"{name} {gib(value)}" for name, value in parts if value > 0.005 * memory.total)
+    return f"Memory: rank {rank} is the fullest with {gib(memory.total)} of {gib(room)} usable ({listed})."
+
+
+def _break_even(plan: Plan, asynchronous: Layout, synchronous: Layout) -> str:
+    """The penalty, and the batch, at which both halves of the trade cancel."""
+    speed_up = asynchronous.tokens_per_second / synchronous.tokens_per_second
+    if speed_up <= 1.0:
+        return (
+            "When it would pay: 2BW is not even faster here. Its second bank and its waiting gradients cost "
+            "memory, and the synchronous bubble is already small. A smaller batch, more devices at this "
+            "batch, or a model that needs many stages would change that."
+        )
+    text = f"Break-even: asynchrony pays as long as delay costs less than {speed_up - 1:.1%} more tokens."
+    batch = break_even_batch(asynchronous, synchronous, plan.job.batch_tokens)
+    if batch is None:
+        return f"{text} With this penalty it pays at every batch size."
+    return (
+        f"{text} With this penalty and these layouts it stops paying at about {count(batch)} tokens a batch."
+    )
+
+
+def break_even_batch(asynchronous: Layout, synchronous: Layout, batch_tokens: float) -> float | None:
+    """Seconds per update are a * batch + c (c: update and waiting); where penalty * (async) = sync."""
+
+    def line(layout: Layout) -> tuple[float, float]:
+        spent = losses(layout)
+        constant = spent["update"] + spent["waiting"]
+        return (sum(spent.values()) - constant) / batch_tokens, constant
+
+    (slope_a, constant_a), (slope_s, constant_s) = line(asynchronous), line(synchronous)
+    penalty = asynchronous.penalty
+    excess = penalty * slope_a - slope_s
+    return (constant_s - penalty * constant_a) / excess if excess > 0 else None
+
+
+def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
+    """The settings that run `layout`; None where `slipstream train` has no such schedule."""
+    shape, job = layout.shape, plan.job
+    if shape.schedule not in RUNNABLE:
+        return None
+    correction, _, start = job.correction.partition("+")
+    chosen: dict[str, dict[str, Any]] = {
+        "model": {"preset": model_name},
+        "data": {"sequence": job.sequence},
+        "pipeline": {
+            "schedule": RUNNABLE[shape.schedule],
+            "stages": shape.stages,
+            "data_ranks": shape.data_ranks,
+            "microbatches": shape.microbatches,
+            "microbatch_size": shape.microbatch_size * shape.data_ranks,
+        },
+        "optim": {"name": job.optimizer},
+        "train": {"dtype": "bfloat16" if job.precision.bank == 2 else "float32"},
+    }
+    if shape.asynchronous:
+        chosen["optim"]["correction"] = correction
+        if start:
+            chosen["optim"]["sync_start"] = 0.1
+    if shape.stages > 1:
+        chosen["pipeline"]["boundaries"] = [layers.start for layers in layout.cut[1:]]
+    if shape.in_flight:
+        chosen["pipeline"]["in_flight"] = shape.in_flight
+    if shape.shard_optimizer:
+        chosen["pipeline"]["shard_optimizer"] = True
+    if shape.checkpointing:
+        chosen["train"]["activation_checkpointing"] = True
+    sections = []
+    for section, values in chosen.items():
+        lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+        sections.append("\n".join([f"[{section}]", *lines]))
+    return "\n\n".join(sections) + "\n"
+
+
+def to_json(plan: Plan, model_name: str) -> dict[str, Any]:
+    """Everything, for programs."""
+    job = plan.job
+    return {
+        "model": model_name,
+        "devices": job.cluster.devices,
+        "device": job.cluster.device.name,
+        "batch_tokens": job.batch_tokens,
+        "sequence": job.sequence,
+        "optimizer": job.optimizer,
+        "correction": job.correction,
+        "considered": plan.considered,
+        "fitting": plan.fitting,
+        "penalty": asdict(plan.penalty),
+        "explanation": explain(plan),
+        "layouts": [_layout_json(plan, layout, model_name) for layout in plan.layouts],
+    }
+
+
+def _layout_json(plan: Plan, layout: Layout, model_name: str) -> dict[str, Any]:
+    return {
+        **asdict(layout.shape),
+        "boundaries": [layers.start for layers in layout.cut[1:]],
+        "delay": layout.delay,
+        "net_gain": plan.net_gain(layout),
+        "tokens_per_second": layout.tokens_per_second,
+        "seconds_per_update": layout.speed.seconds,
+        "seconds_to_loss": plan.job.training_tokens / layout.score,
+        "mfu": layout.mfu,
+        "idle": layout.speed.idle,
+        "losses": losses(layout),
+        "memory_bytes": layout.memory_bytes,
+        "memory": [{**asdict(rank), "total": rank.total} for rank in layout.memory],
+        "toml": to_toml(plan, layout, model_name),
+    }
+
+
+def gib(value: float) -> str:
+    return f"{value / 2**30:.1f} GiB"
+
+
+def count(value: float) -> str:
+    """1234567 -> '1.2M'."""
+    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def parse_count(text: str) -> int:
+    """'4M' (of tokens: powers of two, 4 * 2**20), '200B' (decimal) or a plain number."""
+    units = {"k": 2**10, "m": 2**20, "b": 10**9, "t": 10**12}
+    body, unit = (text[:-1], units[text[-1].lower()]) if text and text[-1].lower() in units else (text, 1)
+    try:
+        value = float(body.replace("_", "").replace(",", "")) * unit
+    except ValueError:
+        value = -1.0
+    if not 1 <= value < 1e18 or value != int(value):
+        raise UserError(f"'{text}' is not a number of tokens. Write for example 4194304, 4M or 512k.")
+    return int(value)

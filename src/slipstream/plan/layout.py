@@ -1,0 +1,117 @@
+"""What a plan is made of: the job that was given, a layout with its predicted figures, the ranked result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from slipstream.errors import UserError
+from slipstream.models.sizes import ModelConfig, active_parameters
+from slipstream.plan.devices import Cluster
+from slipstream.plan.memory import BF16, Precision, StageMemory
+from slipstream.plan.parts import Timing
+from slipstream.plan.penalty import Penalty, load_penalties
+from slipstream.plan.throughput import Shape, Speed, StageTimes
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, on what, and what the user has already decided (None: search)."""
+
+    config: ModelConfig
+    cluster: Cluster
+    batch_tokens: int
+    sequence: int
+    optimizer: str = "muon"
+    correction: str = "error_feedback"
+    precision: Precision = BF16
+    tokens: float | None = None  # budget; 20 per active parameter by default
+    schedule: str | None = None
+    stages: int | None = None
+    microbatches: int | None = None
+    microbatch_size: int | None = None
+    penalties: tuple[Penalty, ...] = field(default_factory=load_penalties)
+    timings: dict[str, Timing] | None = None
+
+    def __post_init__(self) -> None:
+        if self.sequence < 1 or self.batch_tokens < self.sequence or self.batch_tokens % self.sequence:
+            near = max(1, round(self.batch_tokens / max(self.sequence, 1))) * self.sequence
+            raise UserError(
+                f"A batch of {self.batch_tokens:,} tokens is not a whole number of sequences of "
+                f"{self.sequence:,}. The nearest that works is --batch-tokens {near}."
+            )
+
+    @property
+    def sequences(self) -> int:
+        return self.batch_tokens // self.sequence
+
+    @property
+    def training_tokens(self) -> float:
+        return self.tokens or 20.0 * active_parameters(self.config)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to train, with all that is predicted about it."""
+
+    shape: Shape
+    cut: tuple[range, ...]  # layers of each model stage
+    memory: tuple[StageMemory, ...]  # per rank
+    times: StageTimes
+    speed: Speed
+    tokens_per_second: float
+    mfu: float
+    penalty: float
+
+    @property
+    def score(self) -> float:
+        """Tokens of synchronous training per second: what time to loss is made of."""
+        return self.tokens_per_second / self.penalty
+
+    @property
+    def delay(self) -> int:
+        return 1 if self.shape.asynchronous else 0
+
+    @property
+    def memory_bytes(self) -> float:
+        return max(stage.total for stage in self.memory)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Ranked layouts, best first, with the token penalty that was applied and the size of the search."""
+
+    job: Job
+    layouts: tuple[Layout, ...]
+    penalty: Penalty
+    considered: int
+    fitting: int
+
+    @property
+    def best(self) -> Layout:
+        return self.layouts[0]
+
+    @property
+    def best_synchronous(self) -> Layout | None:
+        return next((layout for layout in self.layouts if not layout.shape.asynchronous), None)
+
+    @property
+    def best_asynchronous(self) -> Layout | None:
+        return next((layout for layout in self.layouts if layout.shape.asynchronous), None)
+
+    def net_gain(self, layout: Layout) -> float | None:
+        """Time to loss of the best synchronous layout over that of `layout`."""
+        best = self.best_synchronous
+        return layout.score / best.score if best else None
+
+
+def describe(shape: Shape) -> str:
+    """A layout in words."""
+    words = [shape.schedule, f"P={shape.stages}", f"D={shape.data_ranks}", f"m={shape.microbatches}"]
+    words.append(f"{shape.microbatch_size} sequence{'s' if shape.microbatch_size > 1 else ''} each")
+    if shape.checkpointing:
+        words.append("activation checkpointing")
+    if shape.shard_optimizer:
+        words.append("sharded optimizer")
+    if shape.in_flight:
+        words.append(f"{shape.in_flight} in flight")
+    return ", ".join(words)

@@ -1,0 +1,136 @@
+"""The model as the planner sees it: an embedding, layers and a head, each with its cost on one device.
+
+Figures come from shapes and the device's achieved rate, or from a profile measured on the real device:
+
+    seconds of a part for b sequences = overhead + b * seconds per sequence,   backward = 2 * forward
+
+With activation checkpointing the backward first repeats the forward and only a layer's input is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.models.sizes import Cost, ModelConfig, embedding_cost, head_cost, layer_cost
+from slipstream.plan.devices import Device
+from slipstream.plan.memory import Precision
+
+# The loss holds the logits in 16 bit, in 32 bit, and the gradient of each, per logit of one microbatch.
+LOSS_BYTES_PER_LOGIT = 10
+NEWTON_SCHULZ_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one part: an overhead per call and a time per sequence, forward and backward."""
+
+    forward_overhead: float
+    forward_per_sequence: float
+    backward_overhead: float
+    backward_per_sequence: float
+    update: float | None = None  # the optimizer's step; None: from the device's rates
+
+    def forward(self, size: int) -> float:
+        return self.forward_overhead + size * self.forward_per_sequence
+
+    def backward(self, size: int) -> float:
+        return self.backward_overhead + size * self.backward_per_sequence
+
+
+@dataclass(frozen=True)
+class Part:
+    """One unit of the model. Bytes are per sequence."""
+
+    matrices: int  # parameters in hidden matrices
+    others: int  # all other parameters
+    timing: Timing
+    activation_bytes: float
+    checkpointed_bytes: float
+    working_bytes: float  # alive only while this part runs its backward
+    update_flops: float  # Newton-Schulz of its matrices
+
+    @property
+    def parameters(self) -> int:
+        return self.matrices + self.others
+
+
+@dataclass(frozen=True)
+class Model:
+    """The parts in order, and what travels between two stages for one sequence."""
+
+    embedding: Part
+    layers: tuple[Part, ...]
+    head: Part
+    boundary_bytes: float
+    tied_parameters: int  # whose gradients the first and the last stage add up
+
+
+def build_model(
+    config: ModelConfig,
+    sequence: int,
+    device: Device,
+    precision: Precision,
+    timings: dict[str, Timing] | None = None,
+) -> Model:
+    """The parts of `config`; `timings` ("embedding", "layer", "head") replace the rates of the device."""
+    timings = timings or {}
+
+    def part(name: str, cost: Cost, hidden: int, working: float, update: float, overhead: float) -> Part:
+        seconds = cost.forward_flops * sequence / (device.peak_flops * device.efficiency)
+        return Part(
+            matrices=hidden,
+            others=cost.parameters - hidden,
+            timing=timings.get(name) or Timing(overhead, seconds, 2 * overhead, 2 * seconds),
+            activation_bytes=cost.activation_bytes(precision.activation) * sequence,
+            checkpointed_bytes=cost.activation_bytes(precision.activation, checkpointing=True) * sequence,
+            working_bytes=working,
+            update_flops=update,
+        )
+
+    layer = layer_cost(config, sequence)
+    shapes = _matrix_shapes(config)
+    hidden = sum(count * rows * columns for count, rows, columns in shapes)
+    flops = sum(count * newton_schulz_flops(rows, columns) for count, rows, columns in shapes)
+    overhead = device.layer_overhead
+    recomputed = layer.activation_bytes(precision.activation) * sequence
+    return Model(
+        embedding=part("embedding", embedding_cost(config), 0, 0.0, 0.0, overhead / 10),
+        layers=(part("layer", layer, hidden, recomputed, flops, overhead),) * config.layers,
+        head=part(
+            "head", head_cost(config), 0, LOSS_BYTES_PER_LOGIT * config.vocab * sequence, 0.0, overhead / 3
+        ),
+        boundary_bytes=precision.activation * config.dim * sequence,
+        tied_parameters=config.vocab * config.dim if config.tied else 0,
+    )
+
+
+def _matrix_shapes(config: ModelConfig) -> list[tuple[int, int, int]]:
+    """(how many, rows, columns) of a layer's hidden matrices."""
+    experts = max(1, config.experts)
+    shapes = [
+        (2, config.dim, config.dim),
+        (2, config.dim, config.kv_dim),
+        (3 * experts, config.dim, config.ffn),
+    ]
+    return [*shapes, (1, config.experts, config.dim)] if config.experts else shapes
+
+
+def newton_schulz_flops(rows: int, columns: int) -> float:
+    """Five steps of X <- aX + (bA + cA^2)X with A = X X^T, on the smaller side."""
+    small, large = sorted((rows, columns))
+    return NEWTON_SCHULZ_STEPS * (4.0 * small * small * large + 2.0 * small**3)
+
+
+def stage_parts(model: Model, layers: range) -> list[Part]:
+    """The parts of the stage that holds `layers`: the embedding with the first, the head with the last."""
+    parts = [model.embedding] if layers.start == 0 else []
+    parts += model.layers[layers.start : layers.stop]
+    return [*parts, model.head] if layers.stop == len(model.layers) else parts
+
+
+def stage_seconds(parts: Sequence[Part], size: int, checkpointing: bool) -> tuple[float, float]:
+    """Forward and backward of a microbatch of `size` sequences."""
+    forward = sum(part.timing.forward(size) for part in parts)
+    backward = sum(part.timing.backward(size) for part in parts)
+    return forward, backward + (forward if checkpointing else 0.0)

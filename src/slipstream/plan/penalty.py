@@ -1,0 +1,77 @@
+"""What a delay of one update costs in tokens: a table from measurements, replaceable by the user's own.
+
+    time to loss = tokens of synchronous training * penalty / (tokens per second)
+    net gain     = speed-up / penalty
+
+The table ships in penalty.json. An entry is chosen by optimizer and correction, then by the least distance
+|log batch ratio| + |log model ratio|; its source is shown with every plan, because it decides the answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from math import log
+from pathlib import Path
+
+from slipstream.errors import UserError
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """`penalty` times the tokens reach the synchronous loss, measured at this batch and model size."""
+
+    optimizer: str
+    correction: str
+    penalty: float
+    batch_tokens: float
+    parameters: float
+    source: str = ""
+    gap: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.penalty >= 1.0 or self.batch_tokens <= 0 or self.parameters <= 0:
+            raise UserError(
+                f"A token penalty entry is out of range: penalty {self.penalty} (at least 1), batch_tokens "
+                f"{self.batch_tokens} and parameters {self.parameters} (above 0)."
+            )
+
+
+def load_penalties(path: str | Path | None = None) -> tuple[Penalty, ...]:
+    """The package's table, or the user's file in the same form."""
+    if path is None:
+        text = files("slipstream.plan").joinpath("penalty.json").read_text(encoding="utf-8")
+    else:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"The penalty table {path} cannot be read: {error.strerror}.") from None
+    try:
+        entries = json.loads(text)["entries"]
+        return tuple(Penalty(**entry) for entry in entries)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"The penalty table {path} is not in the expected form ({error}). It needs "
+            '{"entries": [{"optimizer", "correction", "batch_tokens", "parameters", "penalty", "source"}]}.'
+        ) from None
+
+
+def find_penalty(
+    table: Sequence[Penalty], optimizer: str, correction: str, batch_tokens: float, parameters: float
+) -> Penalty:
+    """The entry nearest to the job; an optimizer or correction without one is an error, not a guess."""
+    mine = [entry for entry in table if (entry.optimizer, entry.correction) == (optimizer, correction)]
+    if not mine:
+        known = sorted({f"{entry.optimizer} with {entry.correction}" for entry in table})
+        raise UserError(
+            f"The penalty table has no entry for {optimizer} with correction {correction}. It has: "
+            f"{'; '.join(known)}. Choose one of these, or give your own table with --penalty FILE."
+        )
+    return min(
+        mine,
+        key=lambda entry: (
+            abs(log(entry.batch_tokens / batch_tokens)) + abs(log(entry.parameters / parameters))
+        ),
+    )

@@ -1,0 +1,153 @@
+"""The search: every layout that fits, ranked by predicted time to loss.
+
+    score = tokens per second / token penalty        (penalty 1 for every synchronous schedule)
+
+Closed forms rank all shapes; the best few of every schedule are then simulated, so that the figures shown
+are the simulator's. Invariant: a layout in a plan fits in memory on every rank, cuts the layers without rest
+and keeps the batch exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+
+from slipstream.errors import UserError
+from slipstream.models.sizes import active_parameters, flops_per_token, parameters
+from slipstream.plan.candidates import Cut, Fitter, shapes
+from slipstream.plan.layout import Job, Layout, Plan, describe
+from slipstream.plan.memory import StageMemory
+from slipstream.plan.penalty import Penalty, find_penalty
+from slipstream.plan.throughput import Shape, StageTimes, estimate, simulated
+
+SIMULATED_PER_SCHEDULE = 3
+
+
+def plan(job: Job) -> Plan:
+    """Search, rank, simulate. Raises `UserError` with the nearest layout that works when there is none."""
+    penalty = find_penalty(
+        job.penalties, job.optimizer, job.correction, job.batch_tokens, active_parameters(job.config)
+    )
+    room = job.cluster.device.room_bytes
+    fitter = Fitter(job)
+    considered, fitting = 0, []
+    for shape in shapes(job):
+        considered += 1
+        found = fitter.fit(shape, room)
+        if found is not None:
+            fitting.append((estimate(found[2], shape), shape, *found))
+    if not fitting:
+        raise UserError(nothing_works(job, fitter, considered))
+    fitting.sort(key=lambda entry: entry[0])
+    layouts = []
+    for name in dict.fromkeys(entry[1].schedule for entry in fitting):
+        mine = [entry for entry in fitting if entry[1].schedule == name]
+        for _, shape, cut, memory, times in _distinct(mine):
+            layouts.append(_layout(job, shape, cut, memory, times, penalty))
+    layouts.sort(key=lambda layout: -layout.score)
+    return Plan(job, tuple(layouts), penalty, considered, len(fitting))
+
+
+def _distinct(entries: Sequence[tuple]) -> list[tuple]:
+    """The best few, no two of the same P and microbatch: variants of one layout would crowd out the rest."""
+    kept: dict[tuple[int, int], tuple] = {}
+    for entry in entries:
+        kept.setdefault((entry[1].stages, entry[1].microbatch_size), entry)
+    return list(kept.values())[:SIMULATED_PER_SCHEDULE]
+
+
+def _layout(
+    job: Job, shape: Shape, cut: Cut, memory: tuple[StageMemory, ...], times: StageTimes, penalty: Penalty
+) -> Layout:
+    speed = simulated(times, shape, job.cluster.jitter)
+    rate = job.batch_tokens / speed.seconds
+    peak = job.cluster.devices * job.cluster.device.peak_flops
+    return Layout(
+        shape=shape,
+        cut=cut,
+        memory=memory,
+        times=times,
+        speed=speed,
+        tokens_per_second=rate,
+        mfu=rate * flops_per_token(job.config, job.sequence) / peak,
+        penalty=penalty.penalty if shape.asynchronous else 1.0,
+    )
+
+
+def nothing_works(job: Job, fitter: Fitter, considered: int) -> str:
+    """Why there is no layout, and the nearest one there is."""
+    forced = {
+        name: value
+        for name in ("schedule", "stages", "microbatches", "microbatch_size")
+        if (value := getattr(job, name)) is not None
+    }
+    if forced:
+        words = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in forced.items())
+        why = _law(job) or f"With {words}, no layout of {job.cluster.devices} devices works"
+        nearest = _nearest(job, forced)
+        return f"{why}. {nearest}"
+    if not considered:
+        per_device = max(1, round(job.sequences / job.cluster.devices))
+        return (
+            f"{job.sequences} sequences of {job.sequence} tokens cannot be shared by "
+            f"{job.cluster.devices} devices and {job.config.layers} layers. The nearest batch that works is "
+            f"--batch-tokens {job.sequence * job.cluster.devices * per_device}."
+        )
+    room = job.cluster.device.room_bytes
+    least, shape = min(
+        (
+            (max(rank.total for rank in fitter.memory(shape, cut)), shape)
+            for shape in shapes(job)
+            if (cut := fitter.cut(shape))
+        ),
+        key=lambda entry: entry[0],
+    )
+    return (
+        f"{parameters(job.config) / 1e9:.3g}B parameters do not fit on {job.cluster.devices} x "
+        f"{job.cluster.device.name}: the leanest layout ({describe(shape)}) needs {least / 2**30:.1f} GiB "
+        f"per device and {room / 2**30:.1f} GiB can be used. {_more_devices(job)}"
+    )
+
+
+def _law(job: Job) -> str:
+    """A rule that the forced values break by themselves."""
+    if job.stages and job.cluster.devices % job.stages:
+        return f"{job.stages} stages do not divide {job.cluster.devices} devices"
+    if job.stages and job.stages > job.config.layers:
+        return f"{job.config.layers} layers cannot form {job.stages} stages"
+    if job.stages and job.microbatches and job.microbatches < job.stages:
+        return f"{job.microbatches} microbatches cannot fill {job.stages} stages: m must be at least P"
+    return ""
+
+
+def _nearest(job: Job, forced: dict[str, object]) -> str:
+    """Free the forced values, as few as will do, and name the layout closest to what was asked for."""
+    for count in range(1, len(forced) + 1):
+        found = []
+        for freed in combinations(forced, count):
+            relaxed = replace(job, **dict.fromkeys(freed))
+            try:
+                result = plan(replace(relaxed, cluster=replace(job.cluster, jitter=0.0)))
+            except UserError:
+                continue
+            found.append(result.best)
+        if found:
+            best = max(found, key=lambda layout: layout.score)
+            return f"The nearest layout that works: {describe(best.shape)}."
+    relaxed = replace(job, **dict.fromkeys(forced))
+    try:
+        return f"The nearest layout that works: {describe(plan(relaxed).best.shape)}."
+    except UserError as error:
+        return str(error)
+
+
+def _more_devices(job: Job) -> str:
+    for factor in (2, 4, 8, 16, 32):
+        larger = replace(job, cluster=replace(job.cluster, devices=job.cluster.devices * factor))
+        try:
+            best = plan(larger).best
+        except UserError:
+            continue
+        return f"The nearest that works: {larger.cluster.devices} devices ({describe(best.shape)})."
+    return "Nor on 32 times as many: use devices with more memory, or a shorter sequence."

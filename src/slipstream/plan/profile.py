@@ -1,0 +1,159 @@
+"""Figures of the real device: seconds of every part's forward, backward and update, and of the link.
+
+Parts are timed at two microbatch sizes, which gives the overhead per call and the time per sequence; the link
+is timed with messages of several sizes, which gives latency and bandwidth. What is timed is handed in as
+callables, so this layer needs neither models nor process groups of its own; torch is imported when used.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from slipstream.errors import UserError
+from slipstream.plan.parts import Timing
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+SIZES = (1, 3)
+REPEATS = 7
+MESSAGE_BYTES = (4, 2**16, 2**20, 2**22)
+
+
+@dataclass(frozen=True)
+class Link:
+    latency: float  # seconds, one way
+    bandwidth: float  # bytes per second
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured, where. `timings` has "embedding", "layer" and "head"."""
+
+    device: str
+    memory_bytes: float
+    timings: dict[str, Timing]
+    link: Link
+
+    def device_changes(self) -> dict[str, Any]:
+        """The fields of a `Device` that the measurement replaces."""
+        return {
+            "name": self.device,
+            "memory_bytes": self.memory_bytes,
+            "intra_latency": self.link.latency,
+            "intra_bandwidth": self.link.bandwidth,
+            "inter_latency": self.link.latency,
+            "inter_bandwidth": self.link.bandwidth,
+            "source": "measured",
+        }
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Profile:
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8"))
+            timings = {name: Timing(**timing) for name, timing in tree["timings"].items()}
+            return cls(tree["device"], tree["memory_bytes"], timings, Link(**tree["link"]))
+        except OSError as error:
+            reason = error.strerror
+            raise UserError(
+                f"The profile {path} cannot be read: {reason}. Measure one with --profile."
+            ) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is not a profile ({error}). Measure one with --profile.") from None
+
+
+class StageSeconds(NamedTuple):
+    forward: float
+    backward: float
+    update: float
+
+
+def time_stage(
+    module: nn.Module,
+    inputs: Tensor,
+    optimizer: Optimizer,
+    loss: Callable[[Tensor], Tensor] | None = None,
+    repeats: int = REPEATS,
+) -> StageSeconds:
+    """Medians over `repeats` of a stage's forward (with its loss, if it has one), backward and update."""
+    import torch
+
+    on_gpu = inputs.is_cuda
+
+    def clock() -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    rows = []
+    for _ in range(repeats + 2):  # two to warm up
+        fed = inputs.detach().requires_grad_() if inputs.is_floating_point() else inputs
+        began = clock()
+        result = module(fed)
+        result = loss(result) if loss is not None else result
+        forward = clock()
+        result.backward(torch.ones_like(result))
+        backward = clock()
+        optimizer.step()
+        update = clock()
+        optimizer.zero_grad(set_to_none=False)
+        rows.append((forward - began, backward - forward, update - backward))
+    return StageSeconds(*(median(column) for column in zip(*rows[2:], strict=True)))
+
+
+def fit_line(points: Mapping[float, float]) -> tuple[float, float]:
+    """Least squares of y = a + b x with a, b >= 0: what a call costs, and what a unit costs."""
+    count = len(points)
+    mean_x, mean_y = sum(points) / count, sum(points.values()) / count
+    spread = sum((x - mean_x) ** 2 for x in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points.items()) / spread if spread else 0.0
+    slope = max(slope, 0.0)
+    intercept = mean_y - slope * mean_x
+    if intercept < 0.0:  # through the origin instead
+        return 0.0, sum(x * y for x, y in points.items()) / sum(x * x for x in points)
+    return intercept, slope
+
+
+def timing(measured: Mapping[int, StageSeconds]) -> Timing:
+    """Per-call and per-sequence seconds from measurements at several microbatch sizes."""
+    forward = fit_line({float(size): seconds.forward for size, seconds in measured.items()})
+    backward = fit_line({float(size): seconds.backward for size, seconds in measured.items()})
+    return Timing(*forward, *backward, update=min(seconds.update for seconds in measured.values()))
+
+
+def link(points: Mapping[float, float]) -> Link:
+    """Latency and bandwidth from one-way times of messages."""
+    latency, per_byte = fit_line(points)
+    return Link(latency or min(points.values()), 1.0 / per_byte if per_byte else 1e12)
+
+
+def ping_pong(world: Any, sizes: Sequence[int] = MESSAGE_BYTES, repeats: int = 20) -> dict[float, float]:
+    """On two ranks: seconds one way per message size, the median of there and back."""
+    import torch
+    import torch.distributed as dist
+
+    times: dict[float, float] = {}
+    for size in sizes:
+        message = torch.zeros(size, dtype=torch.uint8)
+        laps = []
+        for _ in range(repeats + 3):
+            dist.barrier()
+            began = time.perf_counter()
+            for sender in (0, 1):
+                if world.rank == sender:
+                    dist.send(message, 1 - sender)
+                else:
+                    dist.recv(message, sender)
+            laps.append((time.perf_counter() - began) / 2)
+        times[float(size)] = median(laps[3:])
+    return times

@@ -1,0 +1,132 @@
+"""A plan in the terminal: the ranked table, the reasons, the winning schedule's picture, the TOML."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.models.sizes import active_parameters, parameters
+from slipstream.plan.explain import count, explain, gib, to_toml
+from slipstream.plan.layout import Layout, Plan
+from slipstream.plan.throughput import costs
+from slipstream.schedule.generate import build
+from slipstream.schedule.plot.terminal import terminal
+from slipstream.schedule.simulate import simulate
+
+MOST_DRAWN_STAGES = 16
+NAMES = {"pipedream_2bw": "2bw", "interleaved_1f1b": "interleaved"}  # short forms that `--schedule` takes too
+HEADER = (
+    "#",
+    "schedule",
+    "PxD",
+    "mxsize",
+    "options",
+    "net",
+    "tok/s",
+    "MFU%",
+    "GiB",
+    "idle%",
+    "delay",
+    "time",
+)
+LEGEND = (
+    "net: time to loss of the best synchronous layout over this one's. size: sequences per microbatch and "
+    "device. ckpt: activation checkpointing. shard: optimizer sharded over data ranks. K: microbatches in "
+    "flight. idle: device time without computation. time: to train on {tokens} tokens' worth of loss."
+)
+
+
+def show(plan: Plan, console: Console, model_name: str, top: int) -> None:
+    """Print everything."""
+    job = plan.job
+    size, active = parameters(job.config), active_parameters(job.config)
+    device = job.cluster.device
+    console.print(
+        f"[bold]{model_name}[/]: {count(size)} parameters, {count(active)} active, on {job.cluster.devices} "
+        f"x {device.name} ({gib(device.room_bytes)} usable each); batch {count(job.batch_tokens)} tokens, "
+        f"sequence {job.sequence}. {plan.fitting} of {plan.considered} layouts fit.\n",
+        highlight=False,
+    )
+    console.print(ranking(plan, top))
+    console.print(Text(LEGEND.format(tokens=count(job.training_tokens)), "dim"))
+    console.print()
+    for line in explain(plan):
+        console.print(Text(f"• {line}"))
+    console.print()
+    draw(plan.best, console)
+    best_runnable = next((one for one in plan.layouts if to_toml(plan, one, model_name)), None)
+    if best_runnable is not None:
+        place = rank(plan, best_runnable)
+        note = "" if place == 1 else f" (the best that `slipstream train` runs: #{place})"
+        console.print(f"[bold]To run it[/]{note}: slipstream train this.toml", highlight=False)
+        console.print(Text(to_toml(plan, best_runnable, model_name) or ""))
+
+
+def rank(plan: Plan, layout: Layout) -> int:
+    return plan.layouts.index(layout) + 1
+
+
+def ranking(plan: Plan, top: int) -> Table:
+    """The best layouts, and always the best of each kind so that both stand side by side."""
+    table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0))
+    for name in HEADER:
+        table.add_column(name, justify="left" if name in ("schedule", "options") else "right", no_wrap=True)
+    shown = list(plan.layouts[:top])
+    for kind in (plan.best_synchronous, plan.best_asynchronous):
+        if kind is not None and kind not in shown:
+            shown.append(kind)
+    for layout in shown:
+        style = "bold green" if layout is plan.best else "cyan" if layout.shape.asynchronous else ""
+        table.add_row(*_row(plan, layout), style=style)
+    return table
+
+
+def _row(plan: Plan, layout: Layout) -> list[str]:
+    shape, gain = layout.shape, plan.net_gain(layout)
+    options = [
+        word
+        for word, on in (
+            ("ckpt", shape.checkpointing),
+            ("shard", shape.shard_optimizer),
+            (f"K{shape.in_flight}", shape.in_flight),
+        )
+        if on
+    ]
+    return [
+        str(rank(plan, layout)),
+        NAMES.get(shape.schedule, shape.schedule),
+        f"{shape.stages}x{shape.data_ranks}",
+        f"{shape.microbatches}x{shape.microbatch_size}",
+        " ".join(options),
+        "–" if gain is None else f"{gain:.3f}",
+        count(layout.tokens_per_second),
+        f"{100 * layout.mfu:.1f}",
+        f"{layout.memory_bytes / 2**30:.1f}",
+        f"{100 * layout.speed.idle:.1f}",
+        str(layout.delay),
+        days(plan.job.training_tokens / layout.score),
+    ]
+
+
+def days(seconds: float) -> str:
+    return f"{seconds / 86400:.1f} d" if seconds > 2 * 86400 else f"{seconds / 3600:.1f} h"
+
+
+def draw(layout: Layout, console: Console) -> None:
+    """The winner's first groups, in the terminal."""
+    shape = layout.shape
+    if not 1 < shape.stages <= MOST_DRAWN_STAGES:
+        console.print(f"[dim]A picture of {shape.stages} stages is left out.[/]\n")
+        return
+    microbatches = min(shape.microbatches, max(2 * shape.stages, 8))
+    if shape.schedule == "interleaved_1f1b":
+        microbatches -= microbatches % shape.stages
+    in_flight = min(shape.in_flight, microbatches + 1) if shape.in_flight else None
+    options = {"in_flight": in_flight} if in_flight else {}
+    schedule = build(shape.schedule, shape.stages, microbatches, 2, **options)
+    title = f"{shape.schedule}, P={shape.stages}"
+    if microbatches < shape.microbatches:
+        title += f", drawn with {microbatches} of {shape.microbatches} microbatches"
+    console.print(terminal({title: simulate(schedule, costs(layout.times, shape))}, console.width))
+    console.print()
