@@ -18,7 +18,7 @@ def build(world, optimizer="adamw", tied=True, m=M, **options):
         names = {0: "embedding.weight", world.size - 1: "head.weight"}
         options["tied"] = {"embedding": names[world.rank]} if world.rank in names else {}
     make = tiny.OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-    return Schedule2BW(stage, m, tiny.loss_fn, make, timeout=20, **options)
+    return Schedule2BW(stage, m, tiny.loss_fn, make, **{"timeout": 20, **options})
 
 
 def step(world, schedule, group, **batch_options):
@@ -67,3 +67,108 @@ def train(world, groups, drains=(), evaluations=(), state=None, decay=False, **o
         "norms": dict(schedule.grad_norms),
         "skipped": schedule.skipped,
     }
+
+
+def order(world, groups, **options):
+    """The actions this rank executed, in order, with the depth it settled on."""
+    schedule = build(world, tied=False, **options)
+    schedule.trace(True)
+    for group in range(groups):
+        step(world, schedule, group)
+    schedule.drain()
+    return [span.action[:4] for span in schedule.take_trace()], schedule.in_flight
+
+
+def skip(world, bad, groups=8):
+    """Group `bad` gives a loss that is not finite, seen first by the last stage only."""
+    schedule = build(world, correction="error_feedback")
+    plain, count = schedule.loss_fn, 0
+
+    def poisoned(output, target):
+        nonlocal count
+        count += 1
+        return plain(output, target) * (float("nan") if (count - 1) // M == bad else 1.0)
+
+    schedule.loss_fn = poisoned
+    losses = [loss for group in range(groups) for loss in step(world, schedule, group)]
+    schedule.drain()
+    return {"losses": losses, "weights": weights(schedule), "skipped": schedule.skipped}
+
+
+def stop(world, asker):
+    """Rank `asker` asks for a stop during group 3; every rank says after how many groups it stopped."""
+    schedule = build(world)
+    while not schedule.stopping():
+        step(world, schedule, schedule.group)
+        if world.rank == asker and schedule.group == 4:
+            schedule.request_stop()
+    schedule.drain()
+    return schedule.group, schedule.completed
+
+
+def snapshots(world, after, groups=12):
+    """States captured when each stage passes update `after`, without draining."""
+    schedule = build(world, correction="error_feedback", max_grad_norm=0.5)
+    taken = []
+
+    def hook(group):
+        if group == after:
+            taken.append(schedule.capture())
+
+    schedule.after_update = hook
+    for group in range(groups):
+        step(world, schedule, group)
+    schedule.drain()
+    return {"state": taken[0], "weights": weights(schedule)}
+
+
+def broken(world, case):
+    """Wrong use on one rank or all; the launcher re-raises what the user would see."""
+    first, last = world.rank == 0, world.rank == world.size - 1
+    if case == "few microbatches":
+        build(world, m=1)
+    elif case == "missed parameters":
+        build(world, optimizer=lambda module: torch.optim.SGD(list(module.parameters())[:-1], lr=0.1))
+    elif case == "shapes":
+        schedule = build(world, timeout=3)
+        step(world, schedule, 0)
+        step(world, schedule, 1, length=7)
+    elif case == "loss":
+        schedule = build(world, timeout=3)
+        schedule.loss_fn = lambda output, target: output
+        step(world, schedule, 0)
+    elif case == "target":
+        schedule = build(world, timeout=3)
+        step(world, schedule, 0) if last else schedule.step(tiny.batch(0)[0], target=torch.zeros(8))
+    elif case == "input":
+        schedule = build(world, timeout=3)
+        step(world, schedule, 0) if first else schedule.step(torch.zeros(8))
+    elif case == "short batch":
+        step(world, build(world), 0, rows=6)
+    elif case == "no input":
+        build(world, timeout=3).step()
+    elif case == "again":
+        schedule = build(world, timeout=3)
+        try:
+            step(world, schedule, 0)
+            schedule.loss_fn = lambda output, target: output
+            step(world, schedule, 1)
+            schedule.drain()
+        except Exception:
+            step(world, schedule, 2)
+
+
+def lose(world, how):
+    """Rank 1 dies or stalls in the middle of group 3."""
+    import os
+    import signal
+    import time
+
+    schedule = build(world, timeout=4)
+    for group in range(10):
+        if world.rank == 1 and group == 3:
+            if how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(20)
+        step(world, schedule, group)
+    schedule.drain()

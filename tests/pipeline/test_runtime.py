@@ -1,11 +1,14 @@
 """The engine on real processes: bit-identical at P = 1, 2, 3, 4 and in the emulator."""
 
+import time
+
 import pytest
 import torch
 from pipeline import tiny
 from pipeline.jobs import M
 
-from slipstream import Emulator, merge_states
+from slipstream import Emulator, StageError, UserError, merge_states
+from slipstream.schedule.generate import build
 
 GROUPS = range(30)
 
@@ -52,3 +55,111 @@ def test_every_depth_is_bit_identical(pool, optimizer, correction, clip):
     for stages in (1, 2, 3, 4):
         found = join(pool.run("pipeline.jobs:train", GROUPS, **options, ranks=stages))
         assert_same(found, expected)
+
+
+def test_drains_and_evaluations_anywhere_change_nothing(pool):
+    options = {"correction": "error_feedback", "max_grad_norm": 0.1}
+    expected = emulate(**options)
+    evaluated = []
+    for stages in (1, 2, 3, 4):
+        found = join(
+            pool.run(
+                "pipeline.jobs:train",
+                GROUPS,
+                drains=(0, 3, 4, 17),
+                evaluations=(0, 5, 29),
+                ranks=stages,
+                **options,
+            )
+        )
+        assert_same(found, expected)
+        evaluated.append(found[2])
+    assert len(evaluated[0]) == 3 * M
+    assert evaluated.count(evaluated[0]) == 4, "the evaluation is at the master, which does not depend on P"
+
+
+@pytest.mark.parametrize("flushed", [7, "finish", "every third"])
+def test_synchronous_groups(pool, flushed):
+    options = {"correction": "error_feedback", "synchronous": tiny.PREDICATES.get(flushed, flushed)}
+    expected = emulate(**options)
+    for stages in (1, 2, 4):
+        assert_same(join(pool.run("pipeline.jobs:train", GROUPS, ranks=stages, **options)), expected)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (3, 2), (2, 2)])
+def test_state_loads_into_new_processes_and_another_depth(pool, before, after):
+    options = {"correction": "error_feedback", "max_grad_norm": 0.1}
+    losses, weights = emulate(**options)
+    for stop in (1, 13):
+        head = join(pool.run("pipeline.jobs:train", range(stop), ranks=before, **options))
+        tail = join(pool.run("pipeline.jobs:train", range(stop, 30), state=head[3], ranks=after, **options))
+        assert_same((head[0] + tail[0], tail[1]), (losses, weights))
+
+
+def test_snapshots_without_a_drain_belong_to_one_moment(pool):
+    results = pool.run("pipeline.jobs:snapshots", 4, ranks=3)
+    state = merge_states([result["state"] for result in results])
+    assert state["group"] == 5
+    options = {"correction": "error_feedback", "max_grad_norm": 0.5}
+    tail = join(pool.run("pipeline.jobs:train", range(5, 12), state=state, ranks=2, **options))
+    for result in results:
+        for name, weight in result["weights"].items():
+            assert torch.equal(tail[1][name], weight), name
+
+
+@pytest.mark.parametrize(("stages", "in_flight"), [(1, None), (2, 2), (3, 4), (4, 5)])
+def test_the_executed_order_is_the_schedules(pool, stages, in_flight):
+    groups = 5
+    expected = build("pipedream_2bw", stages, M, groups, in_flight=in_flight)
+    for rank, (actions, _) in enumerate(
+        pool.run("pipeline.jobs:order", groups, in_flight=in_flight, ranks=stages)
+    ):
+        assert actions == [action[:4] for action in expected.ranks[rank]]
+
+
+def test_a_group_that_is_not_finite_is_skipped_on_all_stages(pool):
+    runs = [pool.run("pipeline.jobs:skip", 3, ranks=stages) for stages in (1, 3)]
+    for run in runs:
+        assert [result["skipped"] for result in run] == [1] * len(run)
+    one, three = ({n: w for result in run for n, w in result["weights"].items()} for run in runs)
+    assert all(torch.equal(one[name], three[name]) for name in one)
+    finite = [loss for loss in runs[0][-1]["losses"] if loss == loss]
+    assert len(finite) == 7 * M
+
+
+def test_a_stop_asked_by_any_rank_reaches_all_at_one_group(pool):
+    for asker in (0, 2):
+        answers = pool.run("pipeline.jobs:stop", asker, ranks=3)
+        assert len(set(answers)) == 1, answers
+        group, completed = answers[0]
+        assert completed == group
+        assert 4 < group <= 7, "soon after it was asked"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("few microbatches", "n_microbatches=1 < 2 stages"),
+        ("missed parameters", "misses 1 trainable"),
+        ("shapes", "Every microbatch must have the same shapes"),
+        ("loss", "must return a scalar"),
+        ("target", "only the last stage does"),
+        ("input", "only the first stage does"),
+        ("short batch", "cannot be cut into 4 equal microbatches"),
+        ("no input", "first stage needs the input"),
+        ("again", "failed before"),
+    ],
+)
+def test_wrong_use_says_what_to_change(pool, case, message):
+    with pytest.raises(UserError, match=message):
+        pool.run("pipeline.jobs:broken", case, ranks=2, timeout=60)
+
+
+@pytest.mark.parametrize("how", ["die", "stall"])
+def test_a_lost_rank_stops_the_others_with_its_name(pool, how):
+    started = time.monotonic()
+    with pytest.raises(StageError, match=r"stage 1 \(rank 1\)") as caught:
+        pool.run("pipeline.jobs:lose", how, ranks=3, timeout=60)
+    assert time.monotonic() - started < 45
+    assert "group" in str(caught.value)
+    assert "microbatch" in str(caught.value)

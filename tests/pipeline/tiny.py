@@ -66,3 +66,14 @@ def momentum(module):
 
 
 OPTIMIZERS = {"adamw": adamw, "momentum": momentum}
+
+
+def finish(group):
+    return group >= 23
+
+
+def every_third(group):
+    return group % 3 == 2
+
+
+PREDICATES = {"finish": finish, "every third": every_third}

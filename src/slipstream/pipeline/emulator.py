@@ -39,7 +39,7 @@ class Emulator:
         n_microbatches: int = 1,
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         optimizer: OptimizerFactory | None = None,
-        correction: str | Correction = "none",
+        correction: str | Correction = "error_feedback",
         max_grad_norm: float | None = None,
         delay: int | Sequence[int] = 1,
         *,
@@ -103,8 +103,7 @@ class Emulator:
         group, updater = self.group, self._updater
         updater.enter(group)
         losses = []
-        if any(not v.banks().get(group) for v in self._versions):
-            updater.finish_all()
+        updater.finish(max(versions.reads(group).index for versions in self._versions) - 1)
         chunks = split((x,), kwargs, y, self.n_microbatches)
         for args, options, target in chunks:
             losses.append(self._microbatch(group, _flat(args), options, target))

@@ -53,7 +53,9 @@ class Mesh:
         timeout = timedelta(seconds=timeout_seconds)
         self.layout = _discover(sizes, ties, stage, stages, group, data_group)
         self._ties = ties
-        self._data_group = data_group
+        # Two updates can be under way, and ranks need not agree which of "gather of g" and "reduce of g+1" comes
+        # first: on one group that would deadlock, on two each keeps its own order.
+        self._reducing, self._gathering = (_like(data_group, timeout) for _ in range(2))
         self._degree = len(self.layout.data_ranks)
         self._presharded = presharded  # FSDP2: gradients arrive reduced, and in shards
         self._control = _control_group(group, data_group, timeout)
@@ -90,10 +92,10 @@ class Mesh:
             members = [g for g, o in zip(grads, self.owner, strict=True) if owner is None or o == owner]
             for flat, tensors in _flattened(members):
                 if owner is None:
-                    work = dist.all_reduce(flat, group=self._data_group, async_op=True)
+                    work = dist.all_reduce(flat, group=self._reducing, async_op=True)
                 else:
                     target = self.layout.data_ranks[owner]
-                    work = dist.reduce(flat, target, group=self._data_group, async_op=True)
+                    work = dist.reduce(flat, target, group=self._reducing, async_op=True)
                 assert work is not None
                 buckets.append((work, flat, tensors))
         for work, flat, tensors in buckets:
@@ -137,7 +139,7 @@ class Mesh:
             members = [w for w, o in zip(weights, self.owner, strict=True) if o == owner]
             for flat, tensors in _flattened(members):
                 source = self.layout.data_ranks[owner]
-                work = dist.broadcast(flat, source, group=self._data_group, async_op=True)
+                work = dist.broadcast(flat, source, group=self._gathering, async_op=True)
                 assert work is not None
                 buckets.append((work, flat, tensors, owner))
         for work, flat, tensors, owner in buckets:
@@ -203,6 +205,13 @@ def _tie_group(layout: Layout, name: str, timeout: timedelta) -> dist.ProcessGro
     holders = [layout.pipeline_ranks[stage] for stage in layout.holders[name]]
     own = layout.pipeline_ranks[layout.stage]
     return new_group(holders if own in holders else [own], timeout, backend=None)
+
+
+def _like(group: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Another group of the same ranks and backend."""
+    if group is None:
+        return None
+    return new_group(dist.get_process_group_ranks(group), timeout, dist.get_backend(group))
 
 
 def new_group(ranks: list[int], timeout: timedelta, backend: str | None = "gloo") -> dist.ProcessGroup:

@@ -207,7 +207,6 @@ class Schedule2BW:
         more = index + 1 < self.n_microbatches
         inputs = list(args) if self._stage.first else self._links.receive_activations(group, index, more)
         with self._trace.action(Kind.FORWARD, group, index, max(group - 1, 0)):
-            self._gradient_sync(replica, last=index + 1 == self.n_microbatches)
             output = self._stage.route.run(replica.call, inputs, kwargs)
             loss = self._loss(output, target) if self._stage.last else None
         outputs = [loss] if loss is not None else _as_list(output)
@@ -238,6 +237,7 @@ class Schedule2BW:
             roots = [output for output in outputs if output.requires_grad]
             grads = self._links.receive_gradients(group, index)
         with self._trace.action(Kind.BACKWARD, group, index, max(group - 1, 0)):
+            self._gradient_sync(replica, last=index + 1 == self.n_microbatches)
             if roots:
                 torch.autograd.backward(roots, grads)
             self._accumulator.add(replica)
@@ -255,10 +255,8 @@ class Schedule2BW:
         return check_loss(self.loss_fn(output, target))
 
     def _await_bank(self, group: int) -> None:
-        """Group g reads what update g-2 published; after a flush, what update g-1 did."""
-        if group not in self._versions.banks():
-            self._updater.finish(group - 2)
-        assert group in self._versions.banks(), f"group {group} has no bank: {sorted(self._versions.banks())}"
+        """The group's weights come from update index - 1, which must be done, gathers and all."""
+        self._updater.finish(self._versions.reads(group).index - 1)
 
     def _adapt_depth(self, group: int) -> None:
         """Take the number of microbatches in flight from measured times, at a group all stages know them."""

@@ -27,7 +27,8 @@ Synchronous = Callable[[int], bool]
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that lives on this rank, without autograd."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    plain = tensor.detach()
+    return plain.to_local() if isinstance(plain, DTensor) else plain
 
 
 @dataclass
@@ -73,6 +74,10 @@ class Versions:
         for target in self.targets(0):
             copy_(target.replica.weights, self.master.weights)
 
+    def reads(self, group: int) -> Read:
+        """What `group` reads: the master or the bank of an index."""
+        return reads(group, self.synchronous, self.delay)
+
     def replica(self, group: int) -> Replica:
         """The replica that `group` reads; it has been published."""
         return self._reading[group]
@@ -86,7 +91,7 @@ class Versions:
         wanted: dict[Read, list[int]] = {}
         last = index + self.delay
         for group in range(index, last + 1):
-            read = reads(group, self.synchronous, self.delay)
+            read = self.reads(group)
             if read.index == index:
                 # b_0 is z_0, so the readers of both share a replica.
                 wanted.setdefault(Read("master", 0) if index == 0 else read, []).append(group)

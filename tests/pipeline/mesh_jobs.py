@@ -1,0 +1,80 @@
+"""Jobs on a pipeline x data mesh: 2 stages x 2 data ranks."""
+
+import torch
+import torch.distributed as dist
+from pipeline import tiny
+from torch.distributed.pipelining import PipelineStage
+
+from slipstream import Schedule2BW
+
+M, GROUPS = 4, 8
+
+
+def train(world, stages, mode, optimizer="adamw", tied=True, state=None, groups=range(GROUPS)):
+    """Each data rank takes its half of every microbatch; returns losses, whole weights, state."""
+    stage_index, data_rank = world.mesh(stages)
+    degree = world.size // stages
+    pipelines = [dist.new_group(list(range(d * stages, (d + 1) * stages))) for d in range(degree)]
+    columns = [dist.new_group(list(range(s, world.size, stages))) for s in range(stages)]
+    module = tiny.Model(*tiny.cut(stage_index, stages), tied=tied)
+    options = {}
+    if mode == "fsdp":
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = DeviceMesh.from_group(columns[stage_index], "cpu")
+
+        def prepare(m):
+            for layer in m.layers.values():
+                fully_shard(layer, mesh=mesh)
+            fully_shard(m, mesh=mesh)
+
+        options["prepare"] = prepare
+    if tied and stages > 1:
+        names = {0: "embedding.weight", stages - 1: "head.weight"}
+        options["tied"] = {"embedding": names[stage_index]} if stage_index in names else {}
+    make = tiny.OPTIMIZERS[optimizer] if optimizer in tiny.OPTIMIZERS else (lambda m: _build(optimizer, m))
+    stage = PipelineStage(module, stage_index, stages, torch.device("cpu"), group=pipelines[data_rank])
+    schedule = Schedule2BW(
+        stage, M, tiny.loss_fn, make, max_grad_norm=0.3, data_group=columns[stage_index] if degree > 1 else None,
+        shard_optimizer=mode == "zero1", timeout=30, **options,
+    )  # fmt: skip
+    if state is not None:
+        schedule.load_state_dict(state)
+    losses = []
+    for group in groups:
+        x, y = (_share(t, data_rank, degree) for t in tiny.batch(group))
+        found = []
+        last = stage_index == stages - 1
+        schedule.step(*((x,) if stage_index == 0 else ()), **({"target": y, "losses": found} if last else {}))
+        losses += [loss.item() for loss in found]
+    evaluated = []
+    x, y = tiny.batch(999)
+    if stage_index == stages - 1:
+        schedule.eval(*((x,) if stage_index == 0 else ()), target=y, losses=evaluated)
+    else:
+        schedule.eval(*((x,) if stage_index == 0 else ()))
+    held = sum(
+        p.numel() for i, p in enumerate(schedule._versions.master.parameters) if i in schedule._versions.owned
+    )
+    with schedule.gathered_master() as master:
+        weights = {
+            name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+            for name, p in master.named_parameters()
+        }
+    return {
+        "losses": losses, "weights": weights, "evaluated": [e.item() for e in evaluated], "held": held,
+        "state": schedule.state_dict() if mode != "fsdp" else None, "norms": dict(schedule.grad_norms),
+    }  # fmt: skip
+
+
+def _share(tensor, data_rank, degree):
+    """This data rank's rows of each microbatch."""
+    rows = [chunk.chunk(degree)[data_rank] for chunk in tensor.chunk(M)]
+    return torch.cat(rows)
+
+
+def _build(name, module):
+    from slipstream.optim.build import build
+
+    return build(name, module, lr=0.01)

@@ -1,0 +1,58 @@
+"""Data parallelism inside a stage: replicated, with a sharded optimizer, and through FSDP2."""
+
+import pytest
+import torch
+
+from slipstream import merge_states
+
+
+def whole(results):
+    merged = {}
+    for result in results:
+        merged.update(result["weights"])
+    return merged
+
+
+@pytest.fixture(scope="module")
+def single(pool):
+    return pool.run("pipeline.mesh_jobs:train", 2, "plain", ranks=2)
+
+
+@pytest.mark.parametrize("mode", ["plain", "zero1", "fsdp"])
+def test_two_by_two_matches_two_stages(pool, single, mode):
+    """The reduction over data ranks makes bits impossible; 1e-6 relative, as stated."""
+    results = pool.run("pipeline.mesh_jobs:train", 2, mode, ranks=4)
+    expected, found = whole(single), whole(results)
+    for name, weight in expected.items():
+        error = (found[name] - weight).norm() / weight.norm()
+        assert error < 1e-6, (name, error)
+    half = [(a + b) / 2 for a, b in zip(results[1]["losses"], results[3]["losses"], strict=True)]
+    assert half == pytest.approx(single[1]["losses"], rel=1e-6)
+    assert results[1]["evaluated"] == pytest.approx(single[1]["evaluated"], rel=1e-6)
+    assert torch.equal(found["embedding.weight"], found["head.weight"])
+    for name, weight in results[0]["weights"].items():
+        assert torch.equal(results[2]["weights"][name], weight), "replicas over the data axis stay equal"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_sharded_optimizer_equals_the_replicated_one(pool, optimizer):
+    plain = pool.run("pipeline.mesh_jobs:train", 2, "plain", optimizer, ranks=4)
+    sharded = pool.run("pipeline.mesh_jobs:train", 2, "zero1", optimizer, ranks=4)
+    assert [r["losses"] for r in sharded] == [r["losses"] for r in plain]
+    for one, other in zip(sharded, plain, strict=True):
+        for name, weight in other["weights"].items():
+            assert torch.equal(one["weights"][name], weight), name
+    for stage in (0, 1):
+        total = plain[stage]["held"]
+        shares = [sharded[stage]["held"], sharded[stage + 2]["held"]]
+        assert sum(shares) == total
+        assert max(shares) < 0.7 * total, "each data rank owns about half"
+
+
+def test_a_sharded_state_loads_into_an_unsharded_run(pool):
+    straight = pool.run("pipeline.mesh_jobs:train", 2, "plain", ranks=2)
+    head = pool.run("pipeline.mesh_jobs:train", 2, "zero1", groups=range(4), ranks=4)
+    state = merge_states([result["state"] for result in head])
+    tail = pool.run("pipeline.mesh_jobs:train", 2, "plain", state=state, groups=range(4, 8), ranks=2)
+    for name, weight in whole(straight).items():
+        assert (whole(tail)[name] - weight).norm() / weight.norm() < 1e-6, name
