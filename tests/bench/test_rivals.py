@@ -46,7 +46,7 @@ def test_a_rival_trains_like_the_unsplit_model(pool: RankPool, name: str) -> Non
     ranks = pool.run("slipstream.bench.sample:take_sample", name, SMALL, 3, 2, timeout=60)
     losses = next(list(rank.losses) for rank in ranks if rank.losses)
     assert losses == pytest.approx(plain_losses(SMALL, updates=3), rel=1e-6)
-    assert all(len(rank.updates) == 2 and rank.peak_memory_bytes > 0 for rank in ranks)
+    assert all(len(rank.ends) == 2 and rank.peak_memory_bytes > 0 for rank in ranks)
 
 
 def test_a_rival_that_fails_is_reported_and_the_others_go_on(pool: RankPool) -> None:

@@ -9,19 +9,20 @@ for, uses the rank's own norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.bench.work import Work, build_module, build_optimizer, group_input, group_target, loss_fn
+from slipstream.torch_private import copy_
 
 
 class BoundRun:
     """One rank of the bound: `step` is one update, computed from local tensors only."""
 
-    def __init__(self, work: Work, rank: int, on_update: Callable[[], None]) -> None:
+    def __init__(self, work: Work, rank: int) -> None:
         self.master = build_module(work, rank, work.stages)
         self.banks = [deepcopy(self.master), deepcopy(self.master)]
         self.optimizer = build_optimizer(self.master)
@@ -29,7 +30,7 @@ class BoundRun:
         self.targets = group_target(work).chunk(work.microbatches)
         self.work = work
         self.is_first, self.is_last = rank == 0, rank == work.stages - 1
-        self.on_update = on_update
+        self.ends: list[float] = []
         self.losses: list[Tensor] = []
 
     def step(self) -> None:
@@ -39,7 +40,7 @@ class BoundRun:
             self._forward_backward(bank, value, target)
         self._update(bank)
         self.banks.reverse()
-        self.on_update()
+        self.ends.append(time.perf_counter())
 
     def drain(self) -> None:
         pass
@@ -63,4 +64,4 @@ class BoundRun:
         self.optimizer.step()
         self.optimizer.zero_grad()
         with torch.no_grad():
-            torch._foreach_copy_(read, newest)
+            copy_(read, newest)

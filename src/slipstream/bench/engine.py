@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from slipstream.bench.work import Work, build_module, build_optimizer, group_input, group_target, loss_fn
 from slipstream.pipeline.runtime import Schedule2BW
+from slipstream.schedule.actions import Kind
 
 
 class EngineRun:
-    """One rank of `Schedule2BW`: `step` hands in one group; updates are reported when they are published."""
+    """One rank of `Schedule2BW`: `step` hands in one group, whose last backwards may run in a later call."""
 
-    def __init__(self, work: Work, rank: int, on_update: Callable[[], None]) -> None:
+    def __init__(self, work: Work, rank: int) -> None:
         stage = PipelineStage(build_module(work, rank, work.stages), rank, work.stages, torch.device("cpu"))
         self.schedule = Schedule2BW(
             stage,
@@ -27,13 +26,21 @@ class EngineRun:
             in_flight=work.in_flight,
             link_latency=work.link_latency_seconds,
         )
-        self.schedule.after_update = lambda group: on_update()
-        self.inputs = (group_input(work),) if rank == 0 else ()
-        self.target = group_target(work) if rank == work.stages - 1 else None
+        self.schedule.trace(True)
+        self.last_microbatch = work.microbatches - 1
+        self.ends: list[float] = []
         self.losses: list[Tensor] = []
+        self.inputs = (group_input(work),) if rank == 0 else ()
+        last = rank == work.stages - 1
+        self.target = {"target": group_target(work), "losses": self.losses} if last else {}
 
     def step(self) -> None:
-        self.schedule.step(*self.inputs, target=self.target, losses=self.losses)
+        self.schedule.step(*self.inputs, **self.target)
 
     def drain(self) -> None:
         self.schedule.drain()
+        self.ends += [
+            span.end
+            for span in self.schedule.take_trace()
+            if span.action.kind is Kind.BACKWARD and span.action.microbatch == self.last_microbatch
+        ]

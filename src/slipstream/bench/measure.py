@@ -1,7 +1,8 @@
 """Interleaved, repeated rounds: every contender takes one sample per round, in an order that rotates.
 
-Time per update of a sample is taken in the steady state: from the first update's end to the last one's, which
-leaves the fill and the drain out. They are reported apart, read at the last stage, and the three add up:
+Time per update of a sample is taken in the steady state: from the end of the first group's work to the end of
+the last one's, which leaves fill and drain out. They are reported apart, read at the last stage (which
+waits first and is done first), and the three add up:
 
     wall = fill + updates * period + drain
 
@@ -23,6 +24,7 @@ from slipstream.distributed import RankPool
 from slipstream.errors import UserError
 
 BOUND, ENGINE, BASELINE = "bound", "slipstream", "torch_1f1b"
+WARM_UP_UPDATES = 4  # by then our schedule has chosen its depth from the times it measured
 NO_LATENCY = "not run: torch's schedules have no injected link latency"
 
 
@@ -141,19 +143,19 @@ def _warm_up(pool: RankPool, work: Work, timeout_seconds: float) -> None:
 
 def _take(pool: RankPool, name: str, work: Work, updates: int, timeout_seconds: float) -> Sample:
     ranks: list[RankSample] = pool.run(
-        "slipstream.bench.sample:take_sample", name, work, 2, updates, timeout=timeout_seconds
+        "slipstream.bench.sample:take_sample", name, work, WARM_UP_UPDATES, updates, timeout=timeout_seconds
     )
     return summarise(name, ranks)
 
 
 def summarise(name: str, ranks: Sequence[RankSample]) -> Sample:
     """All ranks keep one pace in a pipeline (so their mean is taken); in the bound the slowest one counts."""
-    periods = [(rank.updates[-1] - rank.updates[0]) / (len(rank.updates) - 1) for rank in ranks]
+    periods = [(rank.ends[-1] - rank.ends[0]) / (len(rank.ends) - 1) for rank in ranks]
     period = max(periods) if name == BOUND else fmean(periods)
     last = ranks[-1]
     return Sample(
         period_seconds=period,
-        fill_seconds=last.updates[0] - min(rank.start for rank in ranks) - period,
-        drain_seconds=max(rank.end for rank in ranks) - last.updates[-1],
+        fill_seconds=last.ends[0] - min(rank.start for rank in ranks) - period,
+        drain_seconds=max(rank.finish for rank in ranks) - last.ends[-1],
         peak_memory_bytes=tuple(rank.peak_memory_bytes for rank in ranks),
     )

@@ -7,6 +7,7 @@ all-reduce before the step, which every rank has to wait for.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ RIVALS = {
 class RivalRun:
     """One rank of a synchronous schedule: `step` is one whole update, so `drain` has nothing to do."""
 
-    def __init__(self, rival: Rival, work: Work, rank: int, on_update: Callable[[], None]) -> None:
+    def __init__(self, rival: Rival, work: Work, rank: int) -> None:
         parts = rival.stages_per_rank * work.stages
         placed = rival.placement(rank, work.stages)
         self.modules = nn.ModuleList(build_module(work, part, parts) for part in placed)
@@ -71,7 +72,7 @@ class RivalRun:
         self.target = group_target(work) if parts - 1 in placed else None
         self.optimizer = build_optimizer(self.modules)
         self.max_grad_norm = work.max_grad_norm
-        self.on_update = on_update
+        self.ends: list[float] = []
         self.losses: list[torch.Tensor] = []
 
     def step(self) -> None:
@@ -80,7 +81,7 @@ class RivalRun:
             clip_over_ranks(self.modules, self.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.on_update()
+        self.ends.append(time.perf_counter())
 
     def drain(self) -> None:
         pass

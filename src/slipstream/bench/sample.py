@@ -11,7 +11,6 @@ import gc
 import resource
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -27,9 +26,10 @@ from slipstream.errors import UserError
 
 
 class Run(Protocol):
-    """One rank of a contender. `step` hands in a group; every finished update is reported as it ends."""
+    """One rank of a contender. `step` hands in one group."""
 
-    losses: list[torch.Tensor]
+    ends: list[float]  # when this rank was done with each group's work; complete after `drain`
+    losses: list[torch.Tensor]  # of the last group, on the rank that computes them
 
     def step(self) -> None: ...
     def drain(self) -> None: ...
@@ -37,11 +37,11 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class RankSample:
-    """One rank's clock readings (seconds, one clock for all processes of a machine) and memory."""
+    """One rank's clock readings (seconds, one clock for all processes of a machine), memory and losses."""
 
     start: float
-    updates: tuple[float, ...]
-    end: float
+    ends: tuple[float, ...]  # of each group
+    finish: float
     peak_memory_bytes: int
     losses: tuple[float, ...]
 
@@ -57,32 +57,31 @@ def take_sample(world: World, name: str, work: Work, warmup: int, updates: int) 
 
 
 def _take_sample(rank: int, name: str, work: Work, warmup: int, updates: int) -> RankSample:
-    clock: list[float] = []
     resting_bytes = reset_peak_memory()
-    run = build_run(name, work, rank, lambda: clock.append(time.perf_counter()))
+    run = build_run(name, work, rank)
     for _ in range(warmup):
         run.step()
     run.drain()
     losses = tuple(float(loss.detach()) for loss in run.losses)
-    clock.clear()
+    run.ends.clear()
     dist.barrier()
     start = time.perf_counter()
     for _ in range(updates):
         run.step()
     run.drain()
-    end = time.perf_counter()
+    finish = time.perf_counter()
     dist.barrier()
-    return RankSample(start, tuple(clock), end, peak_memory_bytes() - resting_bytes, losses)
+    return RankSample(start, tuple(run.ends), finish, peak_memory_bytes() - resting_bytes, losses)
 
 
-def build_run(name: str, work: Work, rank: int, on_update: Callable[[], None]) -> Run:
+def build_run(name: str, work: Work, rank: int) -> Run:
     if name == "bound":
-        return BoundRun(work, rank, on_update)
+        return BoundRun(work, rank)
     if name == "slipstream":
         from slipstream.bench.engine import EngineRun  # so that torch's schedules run without the engine
 
-        return EngineRun(work, rank, on_update)
-    return RivalRun(RIVALS[name], work, rank, on_update)
+        return EngineRun(work, rank)
+    return RivalRun(RIVALS[name], work, rank)
 
 
 def reset_peak_memory() -> int:
