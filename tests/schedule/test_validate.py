@@ -131,13 +131,31 @@ def test_2bw_with_too_deep_a_warm_up_reads_an_unpublished_bank() -> None:
 def test_2bw_that_reads_the_newest_weights_is_refused() -> None:
     """PACI's order with group updates is 2BW's order: only the versions differ."""
     paci = build("paci", 4, 4, 3)
-    with pytest.raises(ScheduleError, match="wrong weights"):
+    with pytest.raises(ScheduleError, match="different weights"):
         check(replace(paci, weights=Weights.BANKS))
 
 
+def test_2bw_with_another_delay_is_refused() -> None:
+    """Group 2 still on the initial weights: published, the same in both directions, but two updates old."""
+    schedule = build("2bw", 1, 2, 3)
+    older = tuple(
+        a._replace(version=0) if a.group == 2 and a.microbatch is not None else a for a in schedule.ranks[0]
+    )
+    with pytest.raises(ScheduleError, match="microbatch 0 of group 2 on stage 0 has delay 2") as caught:
+        check(replace(schedule, ranks=(older,)))
+    assert ">0F0g2v0<" in str(caught.value)
+
+
 def test_stashing_forbids_a_mismatch() -> None:
-    with pytest.raises(ScheduleError, match="wrong weights"):
+    with pytest.raises(ScheduleError, match="different weights"):
         check(replace(build("paci", 4, 4, 3, every=1), weights=Weights.STASH))
+
+
+def test_pipedream_must_read_the_newest_weights() -> None:
+    schedule = build("pipedream", 1, 3, 1)
+    stale = tuple(a._replace(version=0) if a.microbatch == 2 else a for a in schedule.ranks[0])
+    with pytest.raises(ScheduleError, match="wrong weights: the rule 'stash' says version 2"):
+        check(replace(schedule, ranks=(stale,)))
 
 
 def test_an_update_that_takes_another_groups_gradient_is_refused() -> None:

@@ -77,8 +77,6 @@ def build(name: str, stages: int, microbatches: int, groups: int = 1, **options:
             whose = f"it belongs to {', '.join(takers)}" if takers else "no schedule does"
             raise UserError(f"The schedule '{full}' does not take '{key}': {whose}.")
     chunks = given.get("chunks", generator.default_chunks)
-    if full == "interleaved_1f1b" and chunks < 2:
-        raise UserError("interleaved_1f1b needs at least 2 chunks per rank. With 1, use 1f1b.")
     if generator.synchronous:
         order = generator.orders(stages, microbatches, **given)
         ranks = [[action for g in range(groups) for action in _group(steps, g)] for steps in order]

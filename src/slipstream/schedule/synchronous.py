@@ -51,6 +51,8 @@ def interleaved_1f1b(stages: int, microbatches: int, chunks: int = 2) -> list[li
 
     Microbatches go in rounds: a whole round passes one slice before the rank turns to its next slice.
     """
+    if chunks < 2:
+        raise UserError("interleaved_1f1b needs at least 2 chunks per rank. With 1, use 1f1b.")
     rounds = max(1, microbatches // stages)
     if microbatches % rounds:
         raise UserError(

@@ -11,12 +11,13 @@ communicator  per direction and pair of ranks, messages are received in the orde
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from typing import NoReturn
 
 from slipstream.errors import UserError
 from slipstream.schedule import occupancy
 from slipstream.schedule.actions import Action, Kind, Schedule, Weights
 from slipstream.schedule.simulate import Deadlock, simulate
-from slipstream.schedule.staleness import gradients, with_versions
+from slipstream.schedule.staleness import Gradient, gradients, with_versions
 
 
 class ScheduleError(UserError):
@@ -50,7 +51,7 @@ def grid(schedule: Schedule, marks: dict[int, int], around: int = 6) -> str:
     return "\n".join(lines)
 
 
-def _fail(schedule: Schedule, problem: str, marks: dict[int, int]) -> None:
+def _fail(schedule: Schedule, problem: str, marks: dict[int, int]) -> NoReturn:
     raise ScheduleError(f"The schedule '{schedule.name}' is broken: {problem}\n{grid(schedule, marks)}")
 
 
@@ -116,37 +117,38 @@ def _check_local_order(schedule: Schedule) -> None:
 
 
 def _check_versions(schedule: Schedule) -> None:
+    for gradient in gradients(schedule):
+        problem = ""
+        if schedule.shared_update and gradient.update != gradient.group:
+            problem = f"feeds update {gradient.update}"
+        elif schedule.weights is not Weights.NEWEST and gradient.mismatch:
+            problem = "has a forward and a backward on different weights"
+        elif schedule.weights is Weights.BANKS and gradient.delay != min(gradient.group, 1):
+            problem = f"has delay {gradient.delay}"
+        if problem:
+            _mark_gradient(schedule, gradient, problem)
     lawful = with_versions(schedule)
     for rank, (actions, expected) in enumerate(zip(schedule.ranks, lawful.ranks, strict=True)):
-        published: defaultdict[int, int] = defaultdict(int)
+        published: Counter[int] = Counter()
         for position, (action, right) in enumerate(zip(actions, expected, strict=True)):
             here = {rank: position}
             if action.kind is Kind.UPDATE:
                 published[action.stage] += 1
             elif (action.version or 0) > published[action.stage]:
                 _fail(schedule, f"{action} reads weights its stage has not published yet.", here)
-            if action.version != right.version:
+            elif action.version != right.version:
                 rule = f"'{schedule.weights.value}' says version {right.version}"
                 _fail(schedule, f"{action} reads the wrong weights: the rule {rule}.", here)
-    for gradient in gradients(schedule):
-        group = gradient.group
-        if schedule.shared_update and gradient.update != group:
-            _mark_gradient(schedule, gradient.stage, group, f"feeds update {gradient.update}")
-        if schedule.weights is not Weights.NEWEST and gradient.mismatch:
-            _mark_gradient(
-                schedule, gradient.stage, group, "has a forward and a backward on different weights"
-            )
-        if schedule.weights is Weights.BANKS and gradient.delay != min(group, 1):
-            _mark_gradient(schedule, gradient.stage, group, f"has delay {gradient.delay}")
-    alive = occupancy.banks(schedule.ranks, schedule.model_stages)
-    if schedule.weights is Weights.BANKS and max(alive) > 2:
-        _fail(schedule, f"{max(alive)} banks are alive on stage {alive.index(max(alive))}; 2BW has two.", {})
+    if schedule.weights is Weights.BANKS:
+        alive = occupancy.banks(schedule.ranks, schedule.model_stages)
+        assert max(alive) <= 2, f"delay 1 with {alive} banks alive per stage"
 
 
-def _mark_gradient(schedule: Schedule, stage: int, group: int, problem: str) -> None:
+def _mark_gradient(schedule: Schedule, gradient: Gradient, problem: str) -> NoReturn:
+    where = stage, microbatch, group = gradient.stage, gradient.microbatch, gradient.group
     rank = schedule.placement()[stage]
-    spot = next(i for i, a in enumerate(schedule.ranks[rank]) if (a.stage, a.group) == (stage, group))
-    _fail(schedule, f"group {group} on stage {stage} {problem}.", {rank: spot})
+    spot = next(i for i, action in enumerate(schedule.ranks[rank]) if action[1:4] == where)
+    _fail(schedule, f"microbatch {microbatch} of group {group} on stage {stage} {problem}.", {rank: spot})
 
 
 def _check_no_deadlock(schedule: Schedule) -> None:
