@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["tree_leaves", "tree_map"]
 
 Tensors = Sequence[Tensor]
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.errors import UserError
+from slipstream.torch_private import default_store
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
@@ -73,7 +74,7 @@ def initialise(
         _choose_device(local_rank)
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         dist.init_process_group(_backend(local_size), timeout=timeout)
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         world = World(dist.get_rank(), dist.get_world_size(), local_rank, store)
     else:
         assert port is not None

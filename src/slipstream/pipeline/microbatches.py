@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 
 from slipstream.errors import UserError
+from slipstream.torch_private import tree_leaves, tree_map
 
 Microbatch = tuple[tuple, dict[str, Any], Any]  # positional arguments, keyword arguments, target
 
@@ -17,7 +17,7 @@ Microbatch = tuple[tuple, dict[str, Any], Any]  # positional arguments, keyword 
 def split(args: tuple, kwargs: dict[str, Any], target: Any, count: int) -> list[Microbatch]:
     """Equal microbatches. Tensors are cut along dimension 0; everything else goes to each microbatch as it is."""
     leaves = [
-        leaf for leaf in tree_flatten((args, kwargs, target))[0] if isinstance(leaf, Tensor) and leaf.ndim
+        leaf for leaf in tree_leaves((args, kwargs, target)) if isinstance(leaf, Tensor) and leaf.ndim
     ]
     rows = {leaf.shape[0] for leaf in leaves}
     if len(rows) > 1:
