@@ -30,6 +30,7 @@ class RMSNorm(nn.Module):
         return wide.type_as(x) * self.weight.type_as(x)
 
 
+@torch.compiler.disable  # compiled together, every layer would take cosines again instead of reading them
 def rotary_table(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin [T, h] of position * theta^(-2i/h), in float32; both halves of h hold the same angles."""
     exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim

@@ -30,44 +30,41 @@ class _SumCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
         counted = targets != IGNORE
-        safe = targets.where(counted, 0)
-        lse = torch.cat([_wide(part).logsumexp(-1) for part in _chunks(logits)])
-        picked = logits.gather(-1, safe.unsqueeze(-1)).squeeze(-1).type_as(lse)
-        ctx.save_for_backward(logits, safe, counted, lse)
+        targets = targets.where(counted, 0)
+        lse = torch.cat([_wide(part).logsumexp(-1) for part in logits.split(_chunk_rows(logits))])
+        picked = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1).type_as(lse)
+        ctx.save_for_backward(logits, targets, counted, lse)
         ctx.z_loss = z_loss
         return ((lse - picked + z_loss * lse.square()) * counted).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits, safe, counted, lse = ctx.saved_tensors
+        """d/dlogit = softmax * (1 + 2 z lse) - onehot(target)"""
+        logits, targets, counted, lse = ctx.saved_tensors
         scale = grads[0] * counted
-        # d/dlogit = softmax * (1 + 2 z lse) - onehot
         slope = scale * (1.0 + 2.0 * ctx.z_loss * lse)
-        parts = zip(_chunks(logits), _split_like(lse, logits), _split_like(slope, logits), strict=True)
-        probabilities = [
-            ((_wide(part) - part_lse.unsqueeze(-1)).exp() * part_slope.unsqueeze(-1)).type_as(logits)
-            for part, part_lse, part_slope in parts
-        ]
-        grad = probabilities[0] if len(probabilities) == 1 else torch.cat(probabilities)
-        return grad.scatter_add(-1, safe.unsqueeze(-1), -scale.type_as(grad).unsqueeze(-1)), None, None
+        rows = [x.split(_chunk_rows(logits)) for x in (logits, targets, lse, slope, scale)]
+        parts = [_gradient(*row) for row in zip(*rows, strict=True)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)), None, None
+
+
+def _gradient(logits: Tensor, targets: Tensor, lse: Tensor, slope: Tensor, scale: Tensor) -> Tensor:
+    targets, lse, slope, scale = (x.unsqueeze(-1) for x in (targets, lse, slope, scale))
+    softmax = (_wide(logits) - lse).exp() * slope
+    if torch.compiler.is_compiling():  # a comparison fuses with the rest; a scatter would not
+        columns = torch.arange(logits.shape[-1], device=logits.device)
+        return (softmax - (columns == targets) * scale).type_as(logits)
+    return softmax.scatter_add_(-1, targets, -scale).type_as(logits)
 
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _rows_per_chunk(logits: Tensor) -> int:
+def _chunk_rows(logits: Tensor) -> int:
     if torch.compiler.is_compiling():  # fused: no float32 copy is ever made
         return logits.shape[0]
     return max(1, _CHUNK_VALUES // logits.shape[1])
-
-
-def _chunks(logits: Tensor) -> tuple[Tensor, ...]:
-    return logits.split(_rows_per_chunk(logits))
-
-
-def _split_like(x: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-    return x.split(_rows_per_chunk(logits))
 
 
 def with_group_count(targets: Tensor) -> Tensor:

@@ -45,8 +45,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _autocasting(x: Tensor) -> bool:
-    device = x.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

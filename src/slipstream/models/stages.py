@@ -71,12 +71,12 @@ class Stage(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        cos, sin = rotary_table(x.shape[1], self.config.head_dim, self.config.rope_theta, x.device)
         if self.embedding is not None:
             if self.config.document_mask:
                 documents = document_numbers(x, self.config.end_of_document)
             x = self.embedding(x)
         mask = None if documents is None else document_mask(documents)
-        cos, sin = rotary_table(x.shape[1], self.config.head_dim, self.config.rope_theta, x.device)
         losses = []
         for layer in self.layers.values():
             if self.activation_checkpointing and torch.is_grad_enabled():
