@@ -30,6 +30,8 @@ def test_value_and_gradient_are_cross_entropy_with_z(z_loss, chunk_values, monke
     (expected,) = torch.autograd.grad(2.5 * theirs, logits)
     assert torch.allclose(ours, theirs, rtol=1e-12)
     assert torch.allclose(grad, expected, rtol=1e-12, atol=1e-15)
+    with torch.no_grad():  # a validation loss is the plain one
+        assert torch.allclose(TokenLoss(z_loss=z_loss)(logits, targets), reference(logits, targets, 0.0))
 
 
 def test_mean_over_microbatches_is_the_mean_over_tokens():

@@ -2,7 +2,7 @@
 
     loss of a microbatch = shares / C * sum over its counted tokens of (lse - logit[target] + z * lse^2)
 
-C is the number of counted tokens of the whole group and `shares` the number of microbatches it is cut
+(without gradients, so in validation, z is left out.) C is the number of counted tokens of the whole group and `shares` the number of microbatches it is cut
 into (m, times the data ranks), so the mean over microbatches is the mean over tokens, however the
 counted tokens fall. C travels with the targets as one more column: a loss function of an engine sees
 only (output, target) of its own microbatch.
@@ -89,5 +89,6 @@ class TokenLoss:
             assert targets.shape[1] == length + 1, (tuple(logits.shape), tuple(targets.shape))
             shares, count = self.shares, targets[0, length]
         rows = targets[:, :length].reshape(-1)
-        total = _SumCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), rows, self.z_loss)
+        z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
+        total = _SumCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), rows, z_loss)
         return total * (shares / count.clamp(min=1).type_as(total))

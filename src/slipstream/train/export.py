@@ -80,16 +80,21 @@ def to_hugging_face(state: Mapping[str, Tensor], config: ModelConfig) -> Iterato
         yield from ((part, piece.contiguous()) for part, piece in zip(parts, slices, strict=True))
 
 
-def hugging_face_config(config: ModelConfig, sequence: int, dtype: torch.dtype) -> dict[str, Any]:
+def hugging_face_class(config: ModelConfig) -> str:
     if config.experts and config.qk_norm:
         raise UserError(
             "A routed model with QK-norm has no Hugging Face class that computes the same. "
             "Train with model.qk_norm=false to export."
         )
     kind = "Mixtral" if config.experts else "Qwen3" if config.qk_norm else "Llama"
+    return f"{kind}ForCausalLM"
+
+
+def hugging_face_config(config: ModelConfig, sequence: int, dtype: torch.dtype) -> dict[str, Any]:
+    kind = hugging_face_class(config)
     common = {
-        "architectures": [f"{kind}ForCausalLM"],
-        "model_type": kind.lower(),
+        "architectures": [kind],
+        "model_type": kind.removesuffix("ForCausalLM").lower(),
         "vocab_size": config.vocab,
         "hidden_size": config.dim,
         "intermediate_size": config.ffn,
@@ -111,7 +116,7 @@ def hugging_face_config(config: ModelConfig, sequence: int, dtype: torch.dtype) 
         "eos_token_id": config.end_of_document,
     }
     if not config.experts:
-        return common | {"mlp_bias": False} if kind == "Llama" else common
+        return common
     return common | {
         "num_local_experts": config.experts,
         "num_experts_per_tok": config.experts_per_token,
