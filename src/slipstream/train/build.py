@@ -144,11 +144,11 @@ def correction(config: Config) -> Correction:
 
 
 def flushed(config: Config) -> Callable[[int], bool]:
-    """Which groups are synchronous."""
+    """Which groups are synchronous. None after the last: a fork goes on from the banks of a finished run."""
     steps = config.train.steps
-    return synchronous_groups(
-        updates(config.optim.sync_start, steps), updates(config.optim.sync_finish, steps), steps
-    )
+    start, finish = updates(config.optim.sync_start, steps), updates(config.optim.sync_finish, steps)
+    listed = synchronous_groups(start, finish, steps)
+    return lambda group: group < steps and listed(group)
 
 
 def learning_rate(config: Config) -> Callable[[int], float]:

@@ -12,7 +12,9 @@ from typing import Any
 
 from slipstream.config import Config, from_tree
 from slipstream.pipeline.state import merge_states
+from slipstream.schedule.staleness import reads
 from slipstream.train import checkpoint
+from slipstream.train.build import flushed
 from slipstream.train.engine import Engine
 
 
@@ -26,14 +28,23 @@ def load_into(engine: Engine, path: Path, config: Config) -> None:
 
 
 def adapt_banks(state: dict[str, Any], stored: Config, config: Config) -> dict[str, Any]:
-    """The banks the new schedule will read."""
+    """The banks that the groups after the boundary read, by the rule of the run as it is now.
+
+    A bank the old run kept for the same read goes on; any other is the master, as after a flush.
+    """
     before, after = delays(stored), delays(config)
-    if before == after:
+    if before == after and stored.optim == config.optim and stored.train.steps == config.train.steps:
         return state
-    if max(after) == 0:
-        return state | {"banks": {}}
-    group = state["group"]
-    return state | {"banks": {str(group + late): state["master"] for late in range(max(after) + 1)}}
+    group, late = state["group"], max(after)
+    banks = {}
+    for reader in range(group, group + late + 1):
+        read = reads(reader, flushed(config), late)
+        if read.index > group:
+            continue  # published later
+        same = before == after and read == reads(reader, flushed(stored), late)
+        kept = state["banks"].get(str(reader)) if same else None
+        banks[str(reader)] = state["master"] if kept is None else kept
+    return state | {"banks": banks}
 
 
 def adapt_optimizer(state: dict[str, Any], stored: Config, config: Config, engine: Engine) -> dict[str, Any]:

@@ -1,0 +1,322 @@
+"""The trainer's laws: one trajectory at every depth, through kills, resumes, validations and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from slipstream.errors import CheckpointError, StageError, UserError
+from slipstream.train import checkpoint, folder
+from tests.train.conftest import assert_equal_weights
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_every_depth_ends_with_the_same_weights(runs, reference, stages):
+    runs.train("run", f"pipeline.stages={stages}")
+    assert_equal_weights(runs.weights("run"), reference.weights("2bw"))
+    assert runs.steps("run") == list(range(1, 13))
+    losses = [event["loss"] for event in runs.events("run", "step")]
+    assert losses == [event["loss"] for event in reference.events("2bw", "step")]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b", "zbv"])
+def test_torch_schedules_equal_training_without_delay(runs, reference, schedule):
+    runs.train("run", f"pipeline.schedule={schedule}", "pipeline.stages=2", "train.eval_every=5")
+    assert_equal_weights(runs.weights("run"), reference.weights("synchronous"))
+    found = runs.events("run", "finish")[0]["validation_loss"]
+    assert found == pytest.approx(reference.events("synchronous", "finish")[0]["validation_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_data_ranks_agree_to_rounding(runs, reference, sharded):
+    runs.train(
+        "run", "pipeline.stages=2", "pipeline.data_ranks=2", "
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        "f"pipeline.shard_optimizer={str(sharded).lower()}",
+        "health.hash_every=3",
+    )  # fmt: skip
+    expected, found = reference.weights("2bw"), runs.weights("run")
+    assert expected.keys() == found.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=2e-5, atol=2e-6)
+    first = runs.events("run", "step")[0]["loss"]
+    assert first == pytest.approx(reference.events("2bw", "step")[0]["loss"], rel=1e-6)
+
+
+def test_validation_and_logging_do_not_change_the_trajectory(runs, reference):
+    runs.train("run", "pipeline.stages=2", "train.eval_every=3", "train.log_every=5", "checkpoint.every=0")
+    assert_equal_weights(runs.weights("run"), reference.weights("2bw"))
+    assert [event["step"] for event in runs.events("run", "validation")] == [3, 6, 9, 12]
+    assert runs.steps("run") == list(
+        range(1, 13)
+    )  # every step is on record, however seldom lines are printed
+
+
+def kill_when(runs, name: str, step: int, index: int, delay: float = 0.0) -> threading.Thread:
+    """SIGKILL worker `index` of the pool once `step` is in the log."""
+
+    def watch() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and max(runs.steps(name), default=0) < step:
+            time.sleep(0.005)
+        time.sleep(delay)
+        os.kill(runs.pool._workers[index].pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def killed(runs, name: str, step: int, index: int, *overrides: str, delay: float = 0.0) -> None:
+    thread = kill_when(runs, name, step, index, delay)
+    with pytest.raises(StageError, match="SIGKILL"):
+        runs.train(name, "train.steps=400", "checkpoint.every=10", *overrides)
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory, data, pool):
+    from tests.train.conftest import Runs
+
+    made = Runs(tmp_path_factory.mktemp("long"), data, pool)
+    made.train("run", "pipeline.schedule=emulate", "train.steps=60", "checkpoint.every=10")
+    return made
+
+
+def test_killed_and_resumed_into_another_depth(runs, long_run):
+    """Rank 1 of 2 is killed, then rank 0 of 4, then one process finishes: the weights never notice."""
+    settings = ["train.steps=60", "checkpoint.every=10", "checkpoint.keep=3"]
+    for stages, step, index in ((2, 14, 1), (4, 33, 0)):
+        thread = kill_when(runs, "run", step, index)
+        with pytest.raises(StageError, match="SIGKILL"):
+            runs.train("run", f"pipeline.stages={stages}", *settings)
+        thread.join()
+    assert runs.train("run", "pipeline.stages=1", *settings)["reason"] == "finished"
+    assert_equal_weights(runs.weights("run"), long_run.weights("run"))
+    assert runs.steps("run") == list(range(1, 61))
+    losses = [event["loss"] for event in runs.events("run", "step")]
+    assert losses == [event["loss"] for event in long_run.events("run", "step")]
+    saved = [event["step"] for event in runs.events("run", "checkpoint")]
+    assert saved == sorted(set(saved))
+    assert saved[-1] == 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_random_moments(runs, long_run, seed):
+    chance = random.Random(seed)
+    settings = ["train.steps=60", "checkpoint.every=10"]
+    reached = 0
+    while reached < 45:
+        stages = chance.choice([1, 2, 4])
+        target = reached + chance.randint(3, 20)
+        thread = kill_when(runs, "run", target, chance.randrange(stages), chance.random() * 0.05)
+        with pytest.raises(StageError):
+            runs.train("run", f"pipeline.stages={stages}", *settings)
+        thread.join()
+        newest = checkpoint.committed(runs.folder / "run" / "checkpoints")
+        reached = checkpoint.verify(newest[0]).step if newest else 0
+        reached = max(reached, target - 10)
+    runs.train("run", "pipeline.stages=2", *settings)
+    assert_equal_weights(runs.weights("run"), long_run.weights("run"))
+    assert runs.steps("run") == list(range(1, 61))
+
+
+def test_a_signal_saves_and_the_same_command_resumes(runs, long_run):
+    settings = ["train.steps=60", "checkpoint.every=0", "pipeline.stages=2"]
+
+    def ask() -> None:
+        while max(runs.steps("run"), default=0) < 10:
+            time.sleep(0.005)
+        os.kill(runs.pool._workers[1].pid, signal.SIGTERM)  # one rank is enough: they agree on the step
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    first = runs.train("run", *settings)
+    thread.join()
+    assert first["reason"] == "signal"
+    assert 10 <= first["step"] < 60
+    assert runs.train("run", *settings)["reason"] == "finished"
+    assert_equal_weights(runs.weights("run"), long_run.weights("run"))
+    assert runs.steps("run") == list(range(1, 61))
+
+
+def test_a_finished_run_says_so_and_trains_no_more(runs, capfd):
+    runs.train("run", "pipeline.schedule=emulate")
+    before = runs.events("run")
+    capfd.readouterr()
+    assert runs.train("run", "pipeline.schedule=emulate")["reason"] == "finished"
+    assert "This run is finished: 12 steps" in capfd.readouterr().out
+    assert runs.events("run") == before
+
+
+def test_a_changed_trajectory_is_refused_with_the_difference(runs):
+    runs.train("run", "pipeline.schedule=emulate", "train.steps=4")
+    with pytest.raises(UserError) as caught:
+        runs.train("run", "pipeline.schedule=emulate", "train.steps=8", "optim.lr=0.5", "checkpoint.keep=7")
+    text = str(caught.value)
+    assert "train.steps: the run has 4, asked for 8" in text
+    assert "optim.lr: the run has 0.01, asked for 0.5" in text
+    assert "checkpoint.keep" not in text
+    assert "run.fork_from" in text
+
+
+def test_changed_data_is_refused(runs, tmp_path):
+    from tests.train.conftest import make_data
+
+    other = make_data(tmp_path / "mine")
+    runs.train("run", "pipeline.schedule=emulate", f"data.path={other}")
+    shard = other / "train_000.bin"
+    shard.write_bytes(shard.read_bytes()[:-2] + b"\1\0")
+    with pytest.raises(UserError, match="fingerprint"):
+        runs.train("run", "pipeline.schedule=emulate", f"data.path={other}")
+
+
+def test_the_run_folder_is_locked(runs, monkeypatch):
+    monkeypatch.setattr(folder, "LOCK_PATIENCE_SECONDS", 0.0)
+    with (
+        folder.lock(runs.folder / "run"),
+        pytest.raises(UserError, match=f"in use by process {os.getpid()}"),
+    ):
+        runs.train("run", "pipeline.schedule=emulate")
+    runs.train("run", "pipeline.schedule=emulate", "train.steps=1")
+
+
+def test_a_damaged_checkpoint_is_passed_over(runs, reference):
+    runs.train("run", "pipeline.schedule=emulate", "checkpoint.keep=3")
+    root = runs.folder / "run" / "checkpoints"
+    for path in checkpoint.committed(root)[:2]:  # steps 12 and 8; 4 is good
+        file = path / "stage-000.safetensors"
+        file.write_bytes(file.read_bytes()[:-7])
+    runs.train("run", "pipeline.schedule=emulate", "checkpoint.keep=3")
+    assert_equal_weights(runs.weights("run"), reference.weights("2bw"))
+    assert runs.steps("run") == list(range(1, 13))
+    warnings = [event["message"] for event in runs.events("run", "warning")]
+    assert any("truncated" in text and "step-00000012" in text for text in warnings)
+    for path in checkpoint.committed(root):
+        (path / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="usable"):
+        runs.train("run", "pipeline.schedule=emulate", "checkpoint.keep=3")
+
+
+def test_a_switch_of_schedule_is_explicit_and_logged(runs):
+    runs.train("run", "pipeline.stages=2", "checkpoint.keep=3")
+    for path in checkpoint.committed(runs.folder / "run" / "checkpoints")[:1]:
+        (path / "manifest.json").unlink()  # back to step 8
+    with pytest.raises(UserError, match=r"run\.switch=true"):
+        runs.train("run", "pipeline.stages=2", "pipeline.schedule=1f1b")
+    runs.train("run", "pipeline.stages=2", "pipeline.schedule=1f1b", "run.switch=true")
+    warnings = [event["message"] for event in runs.events("run", "warning")]
+    assert any("Switched at step 8: pipeline.schedule" in text for text in warnings)
+    assert runs.steps("run") == list(range(1, 13))
+
+
+def test_from_flushed_to_delayed_continues_by_the_rule(runs):
+    """A flushed half and a delayed half equal one delayed run with a synchronous start of that length ..."""
+    runs.train("one", "pipeline.schedule=emulate", "optim.sync_start=8", "optim.correction=none")
+    runs.train("two", "pipeline.schedule=emulate", "pipeline.delay=0", "checkpoint.keep=3")
+    newest = checkpoint.committed(runs.folder / "two" / "checkpoints")[0]
+    (newest / "manifest.json").unlink()
+    runs.train("two", "pipeline.schedule=emulate", "optim.correction=none", "run.switch=true")
+    # ... because after the last flushed update g-1 both groups g and g+1 read z_g.
+    assert_equal_weights(runs.weights("one"), runs.weights("two"))
+
+
+def test_a_fork_goes_on_with_other_settings(runs, reference):
+    runs.train("run", "pipeline.schedule=emulate")
+    before = runs.weights("run")
+    longer = ["pipeline.schedule=emulate", "train.steps=16", "optim.schedule=constant", "optim.warmup=0"]
+    runs.train("half", *longer, "train.steps=8")
+    runs.train("whole", *longer)
+    runs.train("joined", *longer, f"run.fork_from={runs.folder / 'half'}")
+    assert_equal_weights(runs.weights("joined"), runs.weights("whole"))  # nothing changed: nothing changes
+    fork = [f"run.fork_from={runs.folder / 'run'}", "train.steps=16", "pipeline.stages=2"]
+    runs.train("fork", *fork, "optim.weight_decay=0.0")
+    assert runs.steps("fork") == [13, 14, 15, 16]
+    assert_equal_weights(runs.weights("run"), before)
+    assert runs.train("fork", *fork, "optim.weight_decay=0.0")["reason"] == "finished"
+    runs.train("adamw", *fork, "optim.name=adamw")
+    assert runs.steps("adamw") == [13, 14, 15, 16]
+    with pytest.raises(UserError, match="leaves nothing to do"):
+        runs.train("short", f"run.fork_from={runs.folder / 'run'}", "train.steps=12")
+
+
+def test_every_rank_logs_the_true_loss(runs):
+    runs.train("run", "pipeline.stages=4", "train.steps=3")
+    losses = [f"loss(bank) {event['loss']:.4f}" for event in runs.events("run", "step")]
+    for rank in (1, 2, 3):
+        lines = (runs.folder / "run" / "logs" / f"rank-{rank}.log").read_text().splitlines()
+        assert [line.split("  ")[1] for line in lines] == losses
+
+
+def test_the_run_folder_explains_itself(runs):
+    runs.train("run", "pipeline.stages=2", "train.steps=3")
+    place = runs.folder / "run"
+    environment = json.loads((place / "environment.json").read_text())
+    assert environment["versions"]["torch"] == torch.__version__
+    assert environment["seed"] == 0
+    assert len(environment["data"]["fingerprint"]) == 64
+    start = runs.events("run", "start")[0]
+    assert (start["stages"], start["schedule"], start["resumed"]) == (2, "2bw", False)
+    step = runs.events("run", "step")[0]
+    assert step["tokens"] == 4 * 2 * 16
+    assert len(step["busy"]) == len(step["memory_bytes"]) == 2
+    assert (place / "report.html").stat().st_size > 1000
+
+
+def test_masked_documents_and_z_loss_at_every_depth(runs):
+    meta = runs.folder / "docs"
+    from tests.train.conftest import make_data
+
+    make_data(meta)
+    (meta / "meta.json").write_text('{"end_of_document": 3, "vocab": 64}')
+    settings = [f"data.path={meta}", "data.mask_documents=true", "train.z_loss=0.001", "train.steps=4"]
+    runs.train("one", "pipeline.schedule=emulate", *settings)
+    runs.train("two", "pipeline.stages=2", *settings)
+    assert_equal_weights(runs.weights("one"), runs.weights("two"))
+
+
+def test_experts_at_every_depth(runs):
+    settings = ["model.experts=4", "model.experts_per_token=2", "train.steps=4"]
+    runs.train("one", "pipeline.schedule=emulate", *settings)
+    runs.train("two", "pipeline.stages=2", "train.activation_checkpointing=true", *settings)
+    assert_equal_weights(runs.weights("one"), runs.weights("two"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.path=/nowhere"], "not a folder"),
+        (["model.vocab=32"], "vocabulary is 32"),
+        (["data.sequence=30000"], "too few for a sequence"),
+        (["optim.name=muno"], "Did you mean 'muon'"),
+        (["optim.correction=eror_feedback"], "Did you mean 'error_feedback'"),
+        (["optim.options.nesterovv=true"], "no option"),
+        (["run.fork_from=/nowhere"], "no usable checkpoint"),
+    ],
+)
+def test_bad_input_is_a_clear_error(runs, overrides, words):
+    with pytest.raises(UserError, match=words):
+        runs.train("run", "pipeline.schedule=emulate", *overrides)
+    assert runs.steps("run") == []
