@@ -2,10 +2,10 @@
 
     loss of a microbatch = shares / C * sum over its counted tokens of (lse - logit[target] + z * lse^2)
 
-(without gradients, so in validation, z is left out.) C is the number of counted tokens of the whole group and `shares` the number of microbatches it is cut
+C is the number of counted tokens of the whole group and `shares` the number of microbatches it is cut
 into (m, times the data ranks), so the mean over microbatches is the mean over tokens, however the
 counted tokens fall. C travels with the targets as one more column: a loss function of an engine sees
-only (output, target) of its own microbatch.
+only (output, target) of its own microbatch. Without gradients, so in validation, z is taken as 0.
 
 Only logits and one number per token are kept for the backward; float32 copies exist chunk by chunk.
 Shapes: N tokens, V vocabulary.

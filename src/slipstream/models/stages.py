@@ -71,7 +71,8 @@ class Stage(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        cos, sin = rotary_table(x.shape[1], self.config.head_dim, self.config.rope_theta, x.device)
+        config = self.config
+        cos, sin = rotary_table(x.shape[1], config.head_dim, config.rope_theta, x.device)  # pyright: ignore
         if self.embedding is not None:
             if self.config.document_mask:
                 documents = document_numbers(x, self.config.end_of_document)
