@@ -3,11 +3,11 @@
     python tests/optim/delay_figures.py        writes docs/figures/delay-*.svg, their numbers inside
 
 *Noisy matrix problem.* Minimise f(W) = 1/2 sum_ij l_i r_j (W - W*)_ij^2 over W [24, 16], with l and r spread
-evenly on a log scale over [0.1, 1]; the optimizer sees grad f + noise, Gaussian of deviation 0.3 per entry. The
-quality of a run is the nuclear norm of grad f, which Muon's analysis bounds, averaged over the run.
+evenly on a log scale over [0.1, 1]; the optimizer sees grad f + noise, Gaussian of deviation 0.3 per entry.
+The quality of a run is the nuclear norm of grad f, which Muon's analysis bounds, averaged over the run.
 
-*Quadratic.* f(w) = w^2 / 2, whose curvature is 1, so that lr is lr times curvature. SGD is stable where w stays
-bounded; with momentum mu here as m <- mu m + (1 - mu) g, a step of lr m.
+*Quadratic.* f(w) = w^2 / 2, whose curvature is 1, so that lr is lr times curvature. SGD is stable where w
+stays bounded; with momentum mu here as m <- mu m + (1 - mu) g, a step of lr m.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def sgd_threshold(case: str, momentum: float = 0.0) -> float:
 
 
 def _spectral_radius(case: str, lr: float, momentum: float) -> float:
-    """(z_g, z_{g-1}, z_{g-2}, m) -> the next; the gradient is taken at z_g, z_{g-1} or 2 z_{g-1} - z_{g-2}."""
+    """Of (z_g, z_{g-1}, z_{g-2}, m) -> the next; gradients at z_g, z_{g-1} or 2 z_{g-1} - z_{g-2}."""
     reads = {"synchronous": [1, 0, 0], "delay 1": [0, 1, 0], "delay 1 + error feedback": [0, 2, -1]}[case]
     m = [(1 - momentum) * weight for weight in reads] + [momentum]
     z = [float(i == 0) - lr * weight for i, weight in enumerate(m)]
@@ -169,10 +169,9 @@ def svg(title: str, curves: Mapping[str, Sequence[tuple[float, float]]], logarit
         f'<rect x="{LEFT}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#999"/>',
     ]
     x_ticks = xs if len(xs) <= 6 else [xs[round(k * (len(xs) - 1) / 6)] for k in range(7)]
-    parts += [
-        f'<text x="{place(x, max(ys))[0]:.1f}" y="{TOP + HEIGHT + 16}" text-anchor="middle">{_round(x):g}</text>'
-        for x in x_ticks
-    ]
+    for x in x_ticks:
+        middle = f'x="{place(x, max(ys))[0]:.1f}" text-anchor="middle"'
+        parts.append(f'<text {middle} y="{TOP + HEIGHT + 16}">{_round(x):g}</text>')
     unscale = (lambda v: 10**v) if logarithmic else float
     for value in (unscale(y_low + k * (y_high - y_low) / 4) for k in range(5)):
         y = place(xs[0], value)[1]

@@ -134,3 +134,25 @@ def in_parts(world) -> tuple[int, bool]:
 
     (waits, plain), (_, disturbed) = step(False), step(True)
     return waits, torch.equal(plain, disturbed)
+
+
+def velocities(world) -> list[bool]:
+    """Whether the velocity of each sharded parameter is this rank's part of the unsharded one."""
+    mesh = init_device_mesh("cpu", (world.size,))
+
+    def ahead(shard: bool) -> tuple[list[nn.Parameter], list[Tensor]]:
+        module = network()
+        if shard:
+            for layer in module.layers:
+                fully_shard(layer, mesh=mesh)
+        params = list(module.layers.parameters())
+        optimizer = build("muon", module.layers)
+        for number, parameter in enumerate(params):
+            grad = gradient(0, number, parameter.shape)
+            parameter.grad = distribute_tensor(grad, mesh, [Shard(0)]) if shard else grad
+        optimizer.step()
+        return params, optimizer.velocity(params)
+
+    (params, pieces), (_, whole) = ahead(True), ahead(False)
+    parts = [distribute_tensor(v, mesh, [Shard(0)]).to_local() for v in whole]
+    return [torch.equal(piece, part) for piece, part in zip(pieces, parts, strict=True)] + [bool(params)]

@@ -1,4 +1,4 @@
-"""Theory made visible: what delay and error feedback do to Muon and to SGD, and that docs/delay.md shows it."""
+"""Theory made visible: what delay and error feedback do to Muon and SGD, as docs/delay.md shows it."""
 
 from __future__ import annotations
 

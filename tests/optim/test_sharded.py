@@ -63,6 +63,10 @@ def test_a_step_can_be_taken_in_parts(pool):
     assert pool.run("optim.jobs:in_parts") == [(2, True), (2, True)]
 
 
+def test_velocity_of_sharded_matrices(pool):
+    assert all(all(rank) for rank in pool.run("optim.jobs:velocities"))
+
+
 @pytest.mark.parametrize("name", ["soap", "normuon"])
 def test_refused_on_shards(pool, name):
     with pytest.raises(UserError, match=f"{name} needs whole matrices"):

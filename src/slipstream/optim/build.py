@@ -53,16 +53,6 @@ def _torch(
     return lambda groups, options: kind(groups, **fixed, **options)
 
 
-def _fused(kind: Callable[..., Optimizer]) -> Callable[[list[Group], Mapping[str, Any]], Optimizer]:
-    """One pass over memory instead of ten, where torch has the kernel."""
-
-    def make(groups: list[Group], options: Mapping[str, Any]) -> Optimizer:
-        devices = {parameter.device.type for group in groups for parameter in group["params"]}
-        return kind(groups, fused=devices <= {"cpu", "cuda"}, **options)
-
-    return make
-
-
 def _library(kind: str, **fixed: Any) -> Callable[[list[Group], Mapping[str, Any]], Optimizer]:
     """An optimizer of pytorch-optimizer over the groups that are its own, AdamW over the others."""
 
@@ -83,7 +73,7 @@ RECIPES: dict[str, Recipe] = {
     "adamw": Recipe(
         {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8},
         "Loshchilov & Hutter 2019; betas and decay as usual for language models",
-        _fused(torch.optim.AdamW),
+        _torch(torch.optim.AdamW, fused=True),
     ),
     "nadamw": Recipe(
         {"lr": 3e-4, "weight_decay": 0.01, "betas": (0.99, 0.999), "eps": 1e-8, "momentum_decay": 0.004},

@@ -46,7 +46,7 @@ class LibraryOptimizer(Optimizer):
         own = [dict(group) for group in groups if group["algorithm"] != "adamw"]
         rest = [dict(group) for group in groups if group["algorithm"] == "adamw"]
         self._library = library_class(self._kind)(own, **self._options)
-        self._rest = torch.optim.AdamW(rest) if rest else None
+        self._rest = torch.optim.AdamW(rest, fused=True) if rest else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_kind": self._kind, "_options": self._options}

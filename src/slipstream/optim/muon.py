@@ -70,7 +70,8 @@ class Muon(Optimizer):
                 "row_beta": row_beta,
                 "steps": steps,
             },
-            "adamw": {"betas": (0.9, 0.95), "eps": 1e-8},
+            # One pass over memory; the key also makes load_state_dict move `step` to the parameters' device.
+            "adamw": {"betas": (0.9, 0.95), "eps": 1e-8, "fused": True},
         }
         both = {"lr": lr, "weight_decay": weight_decay}
         super().__init__([{**both, **defaults[group["algorithm"]], **group} for group in params], {})
@@ -151,7 +152,6 @@ class Muon(Optimizer):
 
     def _adamw(self, group: dict[str, Any], params: list[Parameter]) -> None:
         states = [self._state_of(group, parameter) for parameter in params]
-        fused = all(parameter.device.type in ("cpu", "cuda") for parameter in params)
         adamw(
             [local(parameter) for parameter in params],
             [local(_grad(parameter)) for parameter in params],
@@ -159,8 +159,8 @@ class Muon(Optimizer):
             [local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
-            foreach=not fused,
-            fused=fused,
+            foreach=not group["fused"],
+            fused=group["fused"],
             amsgrad=False,
             maximize=False,
             lr=group["lr"],
@@ -190,7 +190,7 @@ class Muon(Optimizer):
                 if group["row_beta"] is not None:
                     direction = _by_rows(direction, state["row_second_moment"])
                 ahead[matrices[k]] = direction.to(parameter.dtype) * -_rate(group, parameter)
-        return [ahead.get(i, torch.zeros_like(local(parameter))) for i, parameter in enumerate(params)]
+        return [ahead[i] if i in ahead else torch.zeros_like(local(p)) for i, p in enumerate(params)]
 
 
 def _by_rows(direction: Tensor, second_moment: Tensor, beta: float | None = None) -> Tensor:
