@@ -1,0 +1,1 @@
+"""Studies: many runs in one device's spare minutes, and the tables that compare them."""

@@ -1,0 +1,119 @@
+"""Reading a study file (its form is told in `sweep.py`). Invariant: a mistake is named where it stands."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.config.load import parse_value, read_toml
+from slipstream.errors import UserError
+from slipstream.study.sweep import Axis, Choice, Combine, Node, Study, Tree, Tune, merge, names
+
+# Below the file's own base: what a run of a study does not need.
+DEFAULTS: Tree = {
+    "pipeline": {"schedule": "emulate"},
+    "train": {"sample_tokens": 0, "log_every": 50},
+    "checkpoint": {"every": 0},
+    "health": {"hash_every": 0},
+}
+
+
+def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
+    """Read a study file; `overrides` (key=value) change its base."""
+    tree = read_toml(path)
+    unknown = set(tree) - {"name", "about", "base", "axes", "runs", "table"}
+    if unknown:
+        raise UserError(f"'{path}' has {names(unknown)}; a study has name, about, base, axes, runs and table.")
+    if "runs" not in tree:
+        raise UserError(f"'{path}' has no [runs]: say which axes are combined, for example product = [...].")
+    base = merge(DEFAULTS, tree.get("base", {}))
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f"'{text}' is not an override; write key=value, for example data.path=data/text.")
+        base = merge(base, _nest(key.strip(), parse_value(value.strip())))
+    if base["pipeline"].get("schedule") != "emulate":
+        raise UserError(
+            f"'{path}' sets pipeline.schedule = '{base['pipeline'].get('schedule')}'. A study runs each run in "
+            "one process: drop it, or set it to emulate."
+        )
+    axes = {name: _axis(name, settings) for name, settings in tree.get("axes", {}).items()}
+    return Study(
+        name=str(tree.get("name", Path(path).stem)),
+        about=str(tree.get("about", "")).strip(),
+        base=base,
+        runs=_node(tree["runs"], axes),
+        table=dict(tree.get("table", {})),
+    )
+
+
+def _axis(block: str, settings: Tree) -> Axis:
+    unknown = set(settings) - {"name", "key", "values"}
+    if unknown or "values" not in settings:
+        problem = f"has {names(unknown)}" if unknown else "has no values"
+        raise UserError(f"[axes.{block}] {problem}. An axis has values, a key unless they are named, and a name.")
+    name, key, values = str(settings.get("name", block)), settings.get("key"), settings["values"]
+    if isinstance(values, dict):
+        if key is not None or not all(isinstance(tree, dict) for tree in values.values()):
+            raise UserError(f"[axes.{block}] names its values: each is a table of keys, and there is no `key`.")
+        return Axis(name, tuple(Choice(name, label, _undotted(tree)) for label, tree in values.items()))
+    if key is None or not isinstance(values, list) or not values:
+        raise UserError(f"[axes.{block}] needs a key and a list of values, or a table of named values.")
+    return Axis(name, tuple(Choice(name, _label(value), _nest(key, value)) for value in values))
+
+
+def _node(spec: Any, axes: Mapping[str, Axis]) -> Node:
+    if isinstance(spec, str):
+        return _selected(spec, axes)
+    if not isinstance(spec, dict):
+        raise UserError(f"{spec!r} is no part of [runs]: write the name of an axis, or a table.")
+    if "tune" in spec:
+        missing = {"tune", "by", "over", "then"} - set(spec)
+        if missing or set(spec) - {"tune", "by", "over", "then", "like"}:
+            raise UserError(f"A tune of [runs] needs tune, by, over and then (and like); it has {names(spec)}.")
+        over, then = _node(spec["over"], axes), _node(spec["then"], axes)
+        return Tune(spec["tune"], tuple(spec["by"]), over, then, spec.get("like", {}))
+    if len(spec) != 1 or not set(spec) <= {"product", "zip", "chain"}:
+        raise UserError(f"A table of [runs] has one of product, zip, chain or tune; this has {names(spec)}.")
+    ((how, parts),) = spec.items()
+    return Combine(how, tuple(_node(part, axes) for part in parts))
+
+
+def _selected(text: str, axes: Mapping[str, Axis]) -> Axis:
+    name, _, wanted = text.partition(":")
+    if name not in axes:
+        near = difflib.get_close_matches(name, axes, n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        raise UserError(f"[runs] names the axis '{name}', and there is none.{hint} There are {names(axes)}.")
+    axis = axes[name]
+    if not wanted:
+        return axis
+    known = {choice.label: choice for choice in axis.choices}
+    labels = [label.strip() for label in wanted.split(",")]
+    if unknown := [label for label in labels if label not in known]:
+        raise UserError(f"The axis '{name}' has no value {names(unknown)}. It has {names(known)}.")
+    return Axis(axis.name, tuple(known[label] for label in labels))
+
+
+def _undotted(tree: Tree) -> Tree:
+    """Quoted dotted keys and nested tables alike."""
+    result: Tree = {}
+    for key, value in tree.items():
+        result = merge(result, _nest(key, _undotted(value) if isinstance(value, dict) else value))
+    return result
+
+
+def _nest(key: str, value: Any) -> Tree:
+    *outer, last = key.split(".")
+    tree: Tree = {last: value}
+    for part in reversed(outer):
+        tree = {part: tree}
+    return tree
+
+
+def _label(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(_label(item) for item in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

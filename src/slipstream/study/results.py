@@ -1,0 +1,177 @@
+"""What runs left behind, read from run folders or from one compressed file: the same `Result` either way.
+
+A folder of results holds run folders (`<labels>-<digest>`) and exports (`*.jsonl.gz`, one line per run:
+settings that differ from the defaults, the whole validation curve, a thinned training curve). Tables need
+nothing else, so a study can be rebuilt from the small file alone. Invariant: a result is found by the
+digest of its config, never by its labels.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import statistics
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import Config, from_tree
+from slipstream.config.write import flat
+from slipstream.errors import UserError
+from slipstream.metrics.events import Run, number, read_run
+from slipstream.study.sweep import Point, digest
+
+FAILED_FILE = "failed.json"
+TRAINING_POINTS = 200  # of a training curve in an export; each is the mean of its bucket
+Curve = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One ended run."""
+
+    digest: str
+    run: str  # name of its folder
+    settings: Mapping[str, Any]  # dotted keys that differ from the defaults
+    loss: float | None = None  # final validation loss at the master; None: failed, or not finite
+    failed: str = ""
+    steps: int = 0
+    tokens: float = 0
+    seconds: float = 0.0
+    tokens_per_second: float | None = None  # median of the second half
+    skipped: int = 0
+    parameters: int = 0
+    validation: Curve = field(default_factory=list)  # (tokens, loss)
+    training: Curve = field(default_factory=list)  # (tokens, loss), thinned
+    device: str = ""
+    data: str = ""  # fingerprint
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+
+    def key(self, name: str, default: Any = None) -> Any:
+        return self.settings.get(name, default)
+
+
+def collect(folder: Path) -> dict[str, Result]:
+    """Every ended run under `folder`, by digest; a run folder is newer than an export."""
+    found: dict[str, Result] = {}
+    if folder.is_file():
+        return {result.digest: result for result in read_export(folder)}
+    for path in sorted(folder.glob("*.jsonl.gz")):
+        found |= {result.digest: result for result in read_export(path)}
+    for path in sorted(folder.glob("*/config.toml")):
+        result = read_folder(path.parent)
+        if result is not None:
+            found[result.digest] = result
+    return found
+
+
+def read_folder(folder: Path) -> Result | None:
+    """A run folder's result; None while it has not ended."""
+    failure, run = _failure(folder), read_run(folder)
+    finish = run.last("finish")
+    if run.status != "finished" and not failure:
+        return None
+    try:
+        config = from_tree(tomllib.loads(run.config))
+    except (UserError, tomllib.TOMLDecodeError):
+        return None  # of another version: run again
+    steps = run.surviving("step")
+    speeds = [v for row in steps[len(steps) // 2 :] if (v := number(row.get("tokens_per_second"))) is not None]
+    environment = run.environment
+    return Result(
+        digest=digest(config),
+        run=folder.name,
+        settings=different(config),
+        loss=None if failure else number(finish.get("validation_loss")),
+        failed=failure or ("" if number(finish.get("validation_loss")) is not None else "the loss is not finite"),
+        steps=config.train.steps,
+        tokens=config.train.steps * config.tokens_per_step,
+        seconds=number(finish.get("seconds")) or 0.0,
+        tokens_per_second=round(statistics.median(speeds), 1) if speeds else None,
+        skipped=sum(1 for row in steps if row.get("skipped")),
+        parameters=int(run.last("start").get("parameters") or 0),
+        validation=_curve(run, "validation"),
+        training=thinned(_curve(run, "step")),
+        device=str(environment.get("device", "")),
+        data=str(environment.get("data", {}).get("fingerprint", "")),
+        versions=environment.get("versions", {}),
+    )
+
+
+def write_failure(folder: Path, message: str, trace: str = "") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FAILED_FILE).write_text(json.dumps({"message": message, "trace": trace}, indent=1), encoding="utf-8")
+
+
+def write_export(path: Path, results: Iterable[Result]) -> int:
+    """One gzipped JSON line per run; the same bytes for the same results."""
+    lines = [json.dumps(_rounded(asdict(result)), separators=(",", ":")) for result in results]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as file:
+        file.write("".join(f"{line}\n" for line in lines).encode())
+    return len(lines)
+
+
+def read_export(path: Path) -> list[Result]:
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file if line.strip()]
+        return [Result(**(row | _curves(row))) for row in rows]
+    except (OSError, EOFError, ValueError, TypeError) as error:
+        raise UserError(f"'{path}' is no export of a study: {error}. Write it with `slipstream study export`.") from None
+
+
+def losses(results: Mapping[str, Result]) -> dict[str, float | None]:
+    return {name: result.loss for name, result in results.items()}
+
+
+def of_points(points: Sequence[Point], results: Mapping[str, Result]) -> list[Result]:
+    """The results of the study's own runs, in its order."""
+    return [results[point.digest] for point in points if point.digest in results]
+
+
+def thinned(curve: Curve, points: int = TRAINING_POINTS) -> Curve:
+    """At most `points` buckets of equal length: (last x, mean y)."""
+    count = len(curve)
+    if count <= points:
+        return curve
+    result: Curve = []
+    for bucket in range(points):
+        rows = curve[bucket * count // points : (bucket + 1) * count // points]
+        result.append((rows[-1][0], statistics.fmean(y for _, y in rows)))
+    return result
+
+
+def different(config: Config) -> dict[str, Any]:
+    """The dotted keys of a resolved config that differ from the defaults; where it ran does not matter."""
+    defaults = flat(Config())
+    return {
+        name: value
+        for name, value in flat(config).items()
+        if value != defaults[name] and name not in ("run.dir", "train.device")
+    }
+
+
+def _failure(folder: Path) -> str:
+    try:
+        return json.loads((folder / FAILED_FILE).read_text(encoding="utf-8"))["message"]
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{FAILED_FILE} cannot be read"
+
+
+def _curve(run: Run, kind: str) -> Curve:
+    return list(zip(*run.series(kind, "loss", x="tokens"), strict=True))
+
+
+def _curves(row: Mapping[str, Any]) -> dict[str, Curve]:
+    return {name: [(x, y) for x, y in row[name]] for name in ("validation", "training")}
+
+
+def _rounded(row: dict[str, Any]) -> dict[str, Any]:
+    training = [(x, round(y, 4)) for x, y in row["training"]]
+    validation = [(x, round(y, 6)) for x, y in row["validation"]]
+    return row | {"training": training, "validation": validation}

@@ -1,0 +1,180 @@
+"""`slipstream study run`: execute what is missing, in the order of the file.
+
+A run counts as done when its folder (or an export beside it) holds an ended run with the same digest; a failed
+one is recorded and stays so until --retry. With a limit, a run is started only if the time that runs like it
+took still fits. Invariant: stopping at any moment loses at most the runs that were under way.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import UserError
+from slipstream.study.pool import Pool
+from slipstream.study.results import FAILED_FILE, Result, collect, different, losses, read_folder, write_failure
+from slipstream.study.show import Show
+from slipstream.study.sweep import Expansion, Point, Study
+
+POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Which of the runs to start."""
+
+    workers: int = 1
+    only: str | None = None
+    minutes: float | None = None
+    retry: bool = False
+
+
+@dataclass
+class Outcome:
+    """What a call did."""
+
+    finished: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    left: int = 0  # known and wanted, but not run
+    waiting: int = 0  # to be known when a grid has ended
+    stopped: str = ""  # why runs were left: "time" or "interrupt"
+
+
+class Clock:
+    """How long a run takes, from runs like it: seconds per token of the nearest kind measured so far."""
+
+    def __init__(self, results: Mapping[str, Result]) -> None:
+        self._seen: list[tuple[tuple[Any, ...], float]] = []
+        for result in results.values():
+            if result.seconds and result.tokens and not result.failed:
+                self._seen.append((_kind(result.settings), result.seconds / result.tokens))
+
+    def observe(self, point: Point, seconds: float) -> None:
+        self._seen.append((_kind(different(point.config)), seconds / _tokens(point)))
+
+    def seconds(self, point: Point) -> float | None:
+        """None where nothing has been measured."""
+        kind = _kind(different(point.config))
+        for depth in range(len(kind), -1, -1):
+            rates = [rate for seen, rate in self._seen if seen[:depth] == kind[:depth]]
+            if rates:
+                return statistics.median(rates) * _tokens(point)
+        return None
+
+    def left(self, points: list[Point], workers: int) -> float | None:
+        """Until all of these are done, None while nothing is measured."""
+        times = [self.seconds(point) for point in points]
+        known = [t for t in times if t is not None]
+        return sum(known) / workers if len(known) == len(times) else None
+
+
+def run_study(study: Study, out: Path, limits: Limits, show: Show) -> Outcome:
+    """Run what is missing; Ctrl-C lets the runs under way save themselves."""
+    out.mkdir(parents=True, exist_ok=True)
+    results = collect(out)
+    if limits.retry:
+        results = {name: result for name, result in results.items() if not result.failed}
+    deadline = None if limits.minutes is None else time.monotonic() + 60 * limits.minutes
+    clock, outcome = Clock(results), Outcome()
+    attempted: set[str] = set()
+    expansion = study.expand(losses(results))
+    _check_data(expansion)
+    if limits.only is not None and not any(_wanted(point, limits.only) for point in expansion.points):
+        names = "\n  ".join(point.name for point in expansion.points[:12])
+        raise UserError(f"No run matches --only '{limits.only}'. Runs are named like this:\n  {names}")
+    with Pool(limits.workers, out) as pool, show:
+        while True:
+            todo = [
+                point
+                for point in expansion.points
+                if point.digest not in results and point.digest not in attempted and _wanted(point, limits.only)
+            ]
+            show.state(expansion, results, pool.active, todo, clock.left(todo, limits.workers))
+            while todo and pool.idle and not outcome.stopped:
+                point = next((p for p in todo if _fits(clock.seconds(p), deadline)), None)
+                if point is None:
+                    outcome.stopped = "time"
+                    break
+                todo.remove(point)
+                attempted.add(point.digest)
+                folder = out / point.folder
+                (folder / FAILED_FILE).unlink(missing_ok=True)
+                pool.start(point, folder)
+                show.started(point)
+            if not pool.active:
+                break
+            try:
+                ended = pool.wait(POLL_SECONDS)
+            except KeyboardInterrupt:
+                outcome.stopped = "interrupt"
+                show.note("Stopping: the runs under way save their state.")
+                continue
+            for point, report in ended:
+                folder = out / point.folder
+                if report.message:
+                    write_failure(folder, report.message, report.trace)
+                result = _read(folder, point, report.message)
+                if result is None:
+                    continue  # interrupted: the same command goes on with it
+                results[point.digest] = result
+                clock.observe(point, report.seconds)
+                if result.failed:
+                    outcome.failed[point.name] = result.failed
+                else:
+                    outcome.finished.append(point.name)
+                show.ended(point, result, report.seconds)
+            if ended:
+                expansion = study.expand(losses(results))
+    outcome.left = sum(1 for p in expansion.points if p.digest not in results and _wanted(p, limits.only))
+    outcome.waiting = expansion.waiting
+    return outcome
+
+
+def _read(folder: Path, point: Point, problem: str) -> Result | None:
+    """What the folder says; a run that failed before it wrote anything has only its message."""
+    found = read_folder(folder) if (folder / "config.toml").exists() else None
+    if found is None and problem:
+        return Result(point.digest, folder.name, different(point.config), failed=problem)
+    assert found is None or found.digest == point.digest, f"{folder}: {found} is not {point.digest}"
+    return found
+
+
+def _fits(seconds: float | None, deadline: float | None) -> bool:
+    return deadline is None or time.monotonic() + (seconds or 0.0) <= deadline
+
+
+def _wanted(point: Point, pattern: str | None) -> bool:
+    return pattern is None or fnmatch.fnmatch(point.name, f"*{pattern}*")
+
+
+def _kind(settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What decides a run's speed, coarse to fine."""
+    model = tuple(sorted((key, str(value)) for key, value in settings.items() if key.startswith("model.")))
+    batch = tuple(settings.get(key) for key in ("pipeline.microbatches", "pipeline.microbatch_size"))
+    return (
+        model,
+        settings.get("data.sequence"),
+        batch,
+        settings.get("optim.name"),
+        str(settings.get("pipeline.delay")),
+        settings.get("optim.correction"),
+    )
+
+
+def _tokens(point: Point) -> float:
+    return point.config.train.steps * point.config.tokens_per_step
+
+
+def _check_data(expansion: Expansion) -> None:
+    """Say once that the data are missing, not once per run."""
+    for path in {point.config.data.path for point in expansion.points}:
+        if path is not None and not Path(path).is_dir():
+            raise UserError(
+                f"There is no data folder '{path}'. Make it with `slipstream data prepare`, or name another: "
+                "slipstream study run FILE data.path=FOLDER."
+            )

@@ -1,0 +1,265 @@
+"""A study file -> the runs it asks for. Invariant: a run is identified by what decides its numbers alone.
+
+A study is a base run, axes, and an expression over them:
+
+    [base]                                    the keys of a run, as in a run's TOML
+    [axes.seed]                               an axis: one key and its values ...
+    key = "train.seed"
+    values = [0, 1, 2]
+    [axes.mode.values]                        ... or named values, each a set of keys
+    sync = { pipeline.delay = 0 }
+    ef   = { optim.correction = "error_feedback" }
+    [runs]
+    product = ["seed", "mode"]                the first varies slowest: seeds outermost keep partial results paired
+
+    product   every combination             zip    the i-th of each together
+    chain     one after another             tune   see `Tune`
+
+A node is a table with one of these, or the name of an axis, with ":label,label" to take only some values.
+Two points with the same resolved config are one run, within a study and between studies that share a folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from slipstream.config import Config, from_tree, resolve
+from slipstream.config.settings import Reach
+from slipstream.config.write import describe, flat
+from slipstream.errors import UserError
+
+Tree = dict[str, Any]
+Losses = Mapping[str, float | None]  # final validation loss by digest; None: the run failed
+
+_MEASURED = ("train.eval_every", "train.eval_batches")  # decide the curve, though not the trajectory
+_UNIMPORTANT = ("run.fork_from",)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One value of one axis."""
+
+    axis: str
+    label: str
+    tree: Tree = field(compare=False, hash=False)
+
+
+Combination = tuple[Choice, ...]
+
+
+@dataclass(frozen=True)
+class Axis:
+    name: str
+    choices: tuple[Choice, ...]
+
+
+@dataclass(frozen=True)
+class Tune:
+    """`then` takes the value of `axis` that did best in `over`, separately for each combination of `by`.
+
+        tune = "lr"
+        by = ["optimizer", "mode"]
+        over = { product = ["optimizer", "mode", "lr", "seed:0"] }
+        then = { product = ["seed", "optimizer", "mode"] }
+
+    The runs of `then` are known once those of `over` have ended. `like` lets a label borrow the choice of
+    another, say like.mode.delay = "ef".
+    """
+
+    axis: str
+    by: tuple[str, ...]
+    over: Node
+    then: Node
+    like: Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Combine:
+    how: str  # "product", "zip" or "chain"
+    parts: tuple[Node, ...]
+
+
+Node = Axis | Combine | Tune
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run: its label on each axis, and its resolved config (run.dir not yet set)."""
+
+    labels: Mapping[str, str]
+    config: Config
+    digest: str
+
+    @property
+    def name(self) -> str:
+        return " ".join(f"{axis}={label}" for axis, label in self.labels.items())
+
+    @property
+    def folder(self) -> str:
+        words = "-".join(self.labels.values()) or "run"
+        safe = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in words)
+        return f"{safe[:80]}-{self.digest}"
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """The runs known so far, and how many wait for a choice of `tune`."""
+
+    points: tuple[Point, ...]
+    waiting: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Study:
+    name: str
+    about: str
+    base: Tree
+    runs: Node
+    table: Tree
+
+    def expand(self, losses: Losses) -> Expansion:
+        """Every run that can be named, given what has ended; equal runs once, in the order of the file."""
+        state = _Expansion(self.base, losses)
+        points: dict[str, Point] = {}
+        for combination in state.combinations(self.runs):
+            point = state.point(combination)
+            points.setdefault(point.digest, point)
+        return Expansion(tuple(points.values()), state.waiting, tuple(dict.fromkeys(state.notes)))
+
+
+class _Expansion:
+    """One walk over the expression with the results known now."""
+
+    def __init__(self, base: Tree, losses: Losses) -> None:
+        self.base, self.losses = base, losses
+        self.waiting = 0
+        self.notes: list[str] = []
+
+    def combinations(self, node: Node) -> Iterator[Combination]:
+        match node:
+            case Axis():
+                yield from ((choice,) for choice in node.choices)
+            case Combine(how="chain"):
+                for part in node.parts:
+                    yield from self.combinations(part)
+            case Combine(how="zip"):
+                lists = [list(self.combinations(part)) for part in node.parts]
+                if len({len(items) for items in lists}) > 1:
+                    raise UserError(f"zip needs parts of one length, not {[len(items) for items in lists]}.")
+                yield from (_join(items) for items in zip(*lists, strict=True))
+            case Combine():
+                for items in product(*(list(self.combinations(part)) for part in node.parts)):
+                    yield _join(items)
+            case Tune():
+                yield from self._tuned(node)
+
+    def point(self, combination: Combination) -> Point:
+        tree = self.base
+        for choice in combination:
+            tree = merge(tree, choice.tree)
+        labels = {choice.axis: choice.label for choice in combination}
+        try:
+            config = resolve(from_tree(tree))
+        except UserError as error:
+            raise UserError(f"The run {_text(labels)} of this study cannot work. {error}") from None
+        return Point(labels, config, digest(config))
+
+    def _tuned(self, node: Tune) -> Iterator[Combination]:
+        tried: dict[tuple[str, ...], list[tuple[Choice, float | None]]] = {}
+        unknown: set[tuple[str, ...]] = set()
+        for combination in self.combinations(node.over):
+            yield combination
+            group, found = _labels(combination, node.by), self.point(combination).digest
+            if found in self.losses:
+                tried.setdefault(group, []).append((_choice(combination, node.axis), self.losses[found]))
+            else:
+                unknown.add(group)
+        for combination in self.combinations(node.then):
+            group = _labels(combination, node.by, node.like)
+            if group in unknown:
+                self.waiting += 1
+                continue
+            best = self._best(node, group, tried.get(group, []))
+            if best is not None:
+                yield (*combination, best)
+
+    def _best(self, node: Tune, group: tuple[str, ...], tried: list[tuple[Choice, float | None]]) -> Choice | None:
+        where = _text(dict(zip(node.by, group, strict=True)))
+        if not tried:
+            raise UserError(f"tune = '{node.axis}' has no run in `over` for {where}. Add it, or use `like`.")
+        by_label: dict[str, list[float]] = {}
+        for choice, loss in tried:
+            by_label.setdefault(choice.label, []).append(math.inf if loss is None else loss)
+        means = {label: sum(found) / len(found) for label, found in by_label.items()}
+        label = min(means, key=lambda name: means[name])
+        if not math.isfinite(means[label]):
+            self.notes.append(f"No {node.axis} of the grid trains {where}: left out.")
+            return None
+        if len(means) > 2 and label in (next(iter(means)), next(reversed(means))):
+            self.notes.append(f"The best {node.axis} of {where}, {label}, lies at the edge of its grid.")
+        best = next(choice for choice, _ in tried if choice.label == label)
+        return best
+
+
+def digest(config: Config) -> str:
+    """What decides a run's numbers, as a short name: the keys that differ from their defaults.
+
+    Keys of the layout and of the output do not count, nor would a key that a later version adds.
+    """
+    values, defaults = flat(config), flat(Config())
+    counted = {key.name for key in describe() if key.reach is Reach.TRAJECTORY} | set(_MEASURED)
+    different = {
+        name: value
+        for name, value in values.items()
+        if name in counted and name not in _UNIMPORTANT and value != defaults[name]
+    }
+    return hashlib.sha256(json.dumps(different, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def _join(parts: Sequence[Combination]) -> Combination:
+    joined = tuple(choice for part in parts for choice in part)
+    names = [choice.axis for choice in joined]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"The axis '{twice}' occurs twice in one run. Chain its parts instead of multiplying them.")
+    return joined
+
+
+def _labels(
+    combination: Combination, by: Sequence[str], like: Mapping[str, Mapping[str, str]] | None = None
+) -> tuple[str, ...]:
+    found = {choice.axis: choice.label for choice in combination}
+    if missing := [axis for axis in by if axis not in found]:
+        raise UserError(f"tune is by {names(by)}, and a run has no {names(missing)}: {_text(found)}.")
+    return tuple((like or {}).get(axis, {}).get(found[axis], found[axis]) for axis in by)
+
+
+def _choice(combination: Combination, axis: str) -> Choice:
+    for choice in combination:
+        if choice.axis == axis:
+            return choice
+    raise UserError(f"tune = '{axis}' is not an axis of its `over`.")
+
+
+def merge(base: Tree, change: Tree) -> Tree:
+    """`base` with the values of `change`, table by table."""
+    merged = dict(base)
+    for key, value in change.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+def _text(labels: Mapping[str, str]) -> str:
+    return " ".join(f"{axis}={label}" for axis, label in labels.items())
+
+
+def names(items: Any) -> str:
+    return ", ".join(f"'{item}'" for item in items)

@@ -1,0 +1,124 @@
+"""One worker process of a study: many runs, one after another, in one warm process.
+
+Importing torch and compiling a model take longer than a small run, so a worker lives as long as the study and
+compiled code is used again wherever shapes are equal. Invariant: a worker reports every run it was given,
+or dies; the run folder alone says what came of it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+PARENT_POLL_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a run: "" is success; `broken`: the process must not be used again."""
+
+    message: str
+    trace: str
+    broken: bool
+    seconds: float
+
+
+def serve(connection: Connection, log: str, parent: int) -> None:
+    """Take configs (as trees) from the connection until it gives None; everything printed goes to `log`."""
+    _print_to(log)
+    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer catches it during a run, to save and stop
+    os.environ["OMP_NUM_THREADS"] = "1"
+    shape: Any = None
+    while (tree := connection.recv()) is not None:
+        began = time.perf_counter()
+        if shape is not None and shape != _shape(tree):
+            _forget_compiled()  # torch gives up compiling a function that keeps meeting new shapes
+        shape = _shape(tree)
+        print(f"--- {tree['run']['dir']}", flush=True)
+        message, trace, broken = _run(tree)
+        connection.send(Report(message, trace, broken, time.perf_counter() - began))
+        if broken:
+            return
+
+
+def _run(tree: dict[str, Any]) -> tuple[str, str, bool]:
+    """Train one run; (problem, traceback, whether this process may be spoilt)."""
+    from slipstream.config import from_tree
+    from slipstream.errors import UserError
+    from slipstream.train.session import start
+
+    try:
+        start(from_tree(tree))
+    except UserError as error:
+        return str(error), "", False
+    except Exception as error:  # a failed run must not end the study; a CUDA error outlives its run
+        trace = traceback.format_exc()
+        print(trace, flush=True)
+        return f"{type(error).__name__}: {error}", trace, True
+    finally:
+        _clean(Path(tree["run"]["dir"]))
+    return "", "", False
+
+
+def _clean(folder: Path) -> None:
+    """A study keeps numbers, not weights; a run that was interrupted keeps them to go on."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    from slipstream.metrics.events import read_run
+
+    if folder.is_dir() and read_run(folder).status == "finished":
+        rmtree(folder / "checkpoints", ignore_errors=True)
+        (folder / "report.html").unlink(missing_ok=True)
+
+
+def _shape(tree: dict[str, Any]) -> Any:
+    """What compiled code depends on."""
+    pipeline, train = tree["pipeline"], tree["train"]
+    return (
+        tree["model"],
+        tree["data"]["sequence"],
+        pipeline["microbatch_size"],
+        pipeline["delay"] if isinstance(pipeline["delay"], list) else None,
+        train["dtype"],
+        train["compile"],
+    )
+
+
+def _forget_compiled() -> None:
+    import torch
+
+    torch.compiler.reset()
+
+
+def _print_to(log: str) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def _die_with(parent: int) -> None:
+    """Leave when the process that started this one is gone, even in the middle of a run."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
