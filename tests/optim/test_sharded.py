@@ -8,7 +8,10 @@ import torch
 from optim import jobs
 from slipstream.distributed import RankPool
 from slipstream.errors import UserError
+from slipstream.optim import RECIPES
 from slipstream.optim.sharded import owners
+
+ON_SHARDS = [name for name, recipe in RECIPES.items() if recipe.on_shards]
 
 
 @pytest.fixture(scope="module")
@@ -19,9 +22,7 @@ def pool():
 
 @pytest.fixture(scope="module")
 def whole():
-    return {
-        name: jobs.train(jobs.network(), name) for name in ("muon", "adamw", "adan", "lion", "scion", "mars")
-    }
+    return {name: jobs.train(jobs.network(), name) for name in ON_SHARDS}
 
 
 def assert_equal(results, expected, exact=True):
@@ -42,7 +43,7 @@ def test_any_shard_dimension(pool, whole, dim):
     assert_equal(pool.run("optim.jobs:sharded", "muon", dim), whole["muon"])
 
 
-@pytest.mark.parametrize("name", ["adamw", "adan", "lion", "scion", "mars"])
+@pytest.mark.parametrize("name", [name for name in ON_SHARDS if name != "muon"])
 def test_other_optimizers_on_shards(pool, whole, name):
     assert_equal(pool.run("optim.jobs:fsdp", name), whole[name], exact=False)
 
@@ -67,7 +68,7 @@ def test_velocity_of_sharded_matrices(pool):
     assert all(all(rank) for rank in pool.run("optim.jobs:velocities"))
 
 
-@pytest.mark.parametrize("name", ["soap", "normuon"])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ON_SHARDS])
 def test_refused_on_shards(pool, name):
     with pytest.raises(UserError, match=f"{name} needs whole matrices"):
         pool.run("optim.jobs:fsdp", name)

@@ -111,20 +111,22 @@ class Muon(Optimizer):
     def step_in_parts(self) -> Iterator[Wait]:
         """A step that hands out what it waits for (sharded matrices under way) instead of blocking.
 
-        The hyperparameters are those of the first `next`. The step is done when the iterator ends.
+        Gradients and hyperparameters are those of the first `next`. The step is done when the iterator ends.
         """
-        groups = [dict(group) for group in self.param_groups]
-        for group in groups:
+        matrices = []
+        for group in self.param_groups:
             params = [parameter for parameter in group["params"] if parameter.grad is not None]
+            grads = [local(parameter.grad) for parameter in params]
             if params and group["algorithm"] == "adamw":
-                self._adamw(group, params)
+                self._adamw(group, params, grads)
             elif params:
-                yield from self._muon(group, params)
+                matrices.append(self._muon(dict(group), params, grads))
+        for waits in matrices:
+            yield from waits
 
-    def _muon(self, group: dict[str, Any], params: list[Parameter]) -> Iterator[Wait]:
+    def _muon(self, group: dict[str, Any], params: list[Parameter], grads: list[Tensor]) -> Iterator[Wait]:
         states = [self._state_of(group, parameter) for parameter in params]
         momenta = [local(state["momentum_buffer"]) for state in states]
-        grads = [local(_grad(parameter)) for parameter in params]
         lerp_(momenta, grads, 1 - group["momentum"])
         blend = group["momentum"] ** group["lookahead"]
 
@@ -150,11 +152,11 @@ class Muon(Optimizer):
                 mul_(weights, 1 - group["lr"] * group["weight_decay"])
             add_(weights, directions, alpha=-_rate(group, params[item.indices[0]]))
 
-    def _adamw(self, group: dict[str, Any], params: list[Parameter]) -> None:
+    def _adamw(self, group: dict[str, Any], params: list[Parameter], grads: list[Tensor]) -> None:
         states = [self._state_of(group, parameter) for parameter in params]
         adamw(
             [local(parameter) for parameter in params],
-            [local(_grad(parameter)) for parameter in params],
+            grads,
             [local(state["exp_avg"]) for state in states],
             [local(state["exp_avg_sq"]) for state in states],
             [],
@@ -201,11 +203,6 @@ def _by_rows(direction: Tensor, second_moment: Tensor, beta: float | None = None
     even = direction / (second_moment.sqrt() + _ROW_EPS)
     before, after = (torch.linalg.matrix_norm(tensor, keepdim=True) for tensor in (direction, even))
     return even.mul_(before / (after + _ROW_EPS))
-
-
-def _grad(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 def _rate(group: dict[str, Any], parameter: Tensor) -> float:
