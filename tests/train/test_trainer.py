@@ -11,10 +11,10 @@ import time
 
 import pytest
 import torch
+from tests.train.conftest import assert_equal_weights
 
 from slipstream.errors import CheckpointError, StageError, UserError
 from slipstream.train import checkpoint, folder
-from tests.train.conftest import assert_equal_weights
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -36,26 +36,8 @@ def test_torch_schedules_equal_training_without_delay(runs, reference, schedule)
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_data_ranks_agree_to_rounding(runs, reference, sharded):
-    runs.train(
-        "run", "pipeline.stages=2", "pipeline.data_ranks=2", "
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        "f"pipeline.shard_optimizer={str(sharded).lower()}",
-        "health.hash_every=3",
-    )  # fmt: skip
+    owned = f"pipeline.shard_optimizer={str(sharded).lower()}"
+    runs.train("run", "pipeline.stages=2", "pipeline.data_ranks=2", owned, "health.hash_every=3")
     expected, found = reference.weights("2bw"), runs.weights("run")
     assert expected.keys() == found.keys()
     for name, weight in expected.items():

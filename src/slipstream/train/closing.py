@@ -6,37 +6,27 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slipstream.config import Config
-from slipstream.data.tokens import TokenDataset
 from slipstream.metrics.progress import Show, duration
-from slipstream.metrics.record import Recorder
 from slipstream.metrics.report import write_report
-from slipstream.models.sizes import ModelConfig
 from slipstream.train.evaluate import unigram_entropy
 from slipstream.train.generate import load_trained, write
 from slipstream.train.master import TOKENIZER_FILE
-from slipstream.train.trainer import Outcome
+from slipstream.train.trainer import Outcome, Parts
 
 
-def close(
-    config: Config,
-    outcome: Outcome,
-    data: TokenDataset,
-    model: ModelConfig,
-    recorder: Recorder,
-    show: Show,
-    busy: tuple[float, ...],
-) -> None:
-    """Say how it ended; for a finished run also sample, record `finish`, and write the report."""
+def close(parts: Parts, outcome: Outcome) -> None:
+    """On the leader: say how it ended; for a finished run also sample, record `finish`, write the report."""
+    config, recorder, show = parts.config, parts.recorder, parts.show
+    if recorder is None or show is None:
+        return
     folder = Path(config.run.dir)
     if outcome.reason == "signal":
         show.note(f"Stopped at step {outcome.step}, saved. The same command resumes it.", "bold")
-        return
     if outcome.reason != "finished":
         return
     assert outcome.validation_loss is not None
-    entropy = unigram_entropy(data, model.vocab)
-    _say_speed(show, busy)
+    entropy = unigram_entropy(parts.train_data, parts.model.vocab)
+    _say_speed(show, parts.reporter.busy)
     show.note(
         f"validation loss (master) {outcome.validation_loss:.4f} nats/token; unigram entropy of the corpus "
         f"{entropy:.4f}",
@@ -44,8 +34,9 @@ def close(
     )
     if config.train.sample_tokens and (folder / TOKENIZER_FILE).is_file():
         prompt = config.train.sample_prompt
-        trained = load_trained(folder)
-        text = write(trained, prompt, config.train.sample_tokens, temperature=0.8, top_k=40, seed=0)
+        text = write(
+            load_trained(folder), prompt, config.train.sample_tokens, temperature=0.8, top_k=40, seed=0
+        )
         recorder.write("sample", outcome.step, prompt=prompt, text=text)
         show.note(f"sample:\n{prompt}{text}")
     tokens = outcome.step * config.tokens_per_step

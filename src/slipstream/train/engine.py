@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from slipstream.config import Config
 from slipstream.models.sizes import ModelConfig
 from slipstream.pipeline.emulator import Emulator
+from slipstream.schedule.timeline import Span
 from slipstream.train import build
 from slipstream.train.batches import Batch
 from slipstream.train.loss import token_loss
@@ -29,7 +30,11 @@ AfterUpdate = Callable[[int], None]
 class Engine(Protocol):
     """One rank of a run."""
 
-    after_update: AfterUpdate | None
+    @property
+    def after_update(self) -> AfterUpdate | None: ...
+
+    @after_update.setter
+    def after_update(self, hook: AfterUpdate | None) -> None: ...
 
     @property
     def optimizer(self) -> Optimizer: ...
@@ -62,6 +67,10 @@ class Engine(Protocol):
         ...
 
     def load(self, state: dict[str, Any]) -> None: ...
+
+    def trace(self, on: bool) -> list[Span]:
+        """Record the actions of this rank, or stop recording and take what was recorded."""
+        ...
 
     def request_stop(self) -> None: ...
 
@@ -120,6 +129,9 @@ class Emulated:
 
     def load(self, state: dict[str, Any]) -> None:
         self._emulator.load_state_dict(state)
+
+    def trace(self, on: bool) -> list[Span]:
+        return []  # there is no pipeline to draw
 
     def request_stop(self) -> None:
         self._stop = True

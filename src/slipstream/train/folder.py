@@ -15,7 +15,8 @@ import platform
 import secrets
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
@@ -37,15 +38,9 @@ class Plan:
     finished: bool
     forked: bool  # `source` belongs to another run
     data_offset: int  # groups of data left out by rollbacks
-    nonce: str
-    notes: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Plan:
-        return cls(**(values | {"notes": tuple(values["notes"])}))
+    data_fingerprint: str
+    nonce: str  # names this attempt's drafts
+    notes: Sequence[str] = ()
 
 
 def checkpoints(folder: Path) -> Path:
@@ -87,20 +82,15 @@ def plan(folder: Path, config: Config, data_fingerprint: str) -> Plan:
     checkpoint.sweep(root)
     found = checkpoint.newest_good(root, notes.append)
     if found is None:
-        return _begin(folder, config, notes)
+        return _begin(folder, config, data_fingerprint, notes)
     path, manifest = found
     notes += _check_same_run(folder, config, manifest, data_fingerprint)
     finished = manifest.step >= config.train.steps and has_event(folder, "finish", manifest.step)
     if not finished:
         cut_back(folder, manifest.step)
+    offset = manifest.meta["data_offset"]
     return Plan(
-        manifest.step,
-        str(path),
-        finished,
-        False,
-        manifest.meta["data_offset"],
-        secrets.token_hex(4),
-        tuple(notes),
+        manifest.step, str(path), finished, False, offset, data_fingerprint, secrets.token_hex(4), notes
     )
 
 
@@ -128,11 +118,11 @@ def write_environment(folder: Path, config: Config, data: dict[str, Any], device
     (folder / "environment.json").write_text(json.dumps(environment, indent=2), encoding="utf-8")
 
 
-def _begin(folder: Path, config: Config, notes: list[str]) -> Plan:
+def _begin(folder: Path, config: Config, data_fingerprint: str, notes: list[str]) -> Plan:
     """No checkpoint here: a new run, from initial weights or from another run's checkpoint."""
     cut_back(folder, -1)
     if config.run.fork_from is None:
-        return Plan(0, None, False, False, 0, secrets.token_hex(4), tuple(notes))
+        return Plan(0, None, False, False, 0, data_fingerprint, secrets.token_hex(4), notes)
     path = checkpoint.locate(config.run.fork_from)
     manifest = checkpoint.verify(path)
     if manifest.step >= config.train.steps:
@@ -144,15 +134,8 @@ def _begin(folder: Path, config: Config, notes: list[str]) -> Plan:
     stored = from_tree(manifest.meta["config"])
     notes.append(f"Forked from {path} (step {manifest.step}).")
     notes += [f"Changed in the fork: {change}." for change in changes(stored, config)]
-    return Plan(
-        manifest.step,
-        str(path),
-        False,
-        True,
-        manifest.meta["data_offset"],
-        secrets.token_hex(4),
-        tuple(notes),
-    )
+    offset = manifest.meta["data_offset"]
+    return Plan(manifest.step, str(path), False, True, offset, data_fingerprint, secrets.token_hex(4), notes)
 
 
 def _check_same_run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from slipstream.config import Config
 from slipstream.distributed import World
 from slipstream.models.sizes import ModelConfig
 from slipstream.pipeline.runtime import Schedule2BW
+from slipstream.schedule.timeline import Span
 from slipstream.train import build
 from slipstream.train.batches import Batch
 from slipstream.train.engine import AfterUpdate, share_embedding
@@ -91,6 +93,10 @@ class Pipelined:
     def load(self, state: dict[str, Any]) -> None:
         self._schedule.load_state_dict(state)
 
+    def trace(self, on: bool) -> list[Span]:
+        self._schedule.trace(on)
+        return [] if on else self._schedule.take_trace()
+
     def request_stop(self) -> None:
         self._schedule.request_stop()
 
@@ -114,7 +120,7 @@ def mesh_groups(world: World, stages: int) -> tuple[dist.ProcessGroup, dist.Proc
     return pipeline, data if isinstance(data, dist.ProcessGroup) else None
 
 
-def tied_names(model: ModelConfig, module: Any) -> dict[str, str]:
+def tied_names(model: ModelConfig, module: Any) -> dict[str, str | Sequence[str]]:
     """The tied weight this stage holds, by the name the other holder also gives it."""
     if not model.tied:
         return {}

@@ -38,6 +38,7 @@ from slipstream.pipeline.mesh import Mesh
 from slipstream.pipeline.peers import Alone
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import Versions
+from slipstream.schedule.timeline import Span
 from slipstream.train import build
 from slipstream.train.batches import Batch
 from slipstream.train.engine import AfterUpdate
@@ -181,6 +182,9 @@ class Synchronous:
         group = state["group"]
         states.restore(self._updater, state | {"banks": {str(group): state["master"]}})
         self._group = group
+
+    def trace(self, on: bool) -> list[Span]:
+        return []  # torch's schedules keep no record
 
     def request_stop(self) -> None:
         self._updater.tally.stop = True

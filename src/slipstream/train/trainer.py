@@ -21,12 +21,15 @@ import torch
 from slipstream.config import Config
 from slipstream.data.tokens import TokenDataset
 from slipstream.errors import StageError
+from slipstream.metrics.progress import Show
 from slipstream.metrics.record import Recorder
+from slipstream.models.sizes import ModelConfig
 from slipstream.train import batches, checkpoint, health
 from slipstream.train.board import Board
 from slipstream.train.engine import Engine
 from slipstream.train.evaluate import validate
 from slipstream.train.reporter import Reporter, Seat
+from slipstream.train.timeline import Tracing
 from slipstream.train.writer import Writer
 
 
@@ -35,6 +38,7 @@ class Parts:
     """Everything the loop uses, made in `session.py`."""
 
     config: Config
+    model: ModelConfig
     seat: Seat
     engine: Engine
     board: Board
@@ -46,8 +50,8 @@ class Parts:
     reporter: Reporter
     writer: Writer
     monitor: health.Monitor
-    recorder: Recorder | None  # the leader's
-    note: Callable[[str], None]
+    recorder: Recorder | None  # the leader's, as is `show`
+    show: Show | None
     meta: dict[str, Any]  # what every checkpoint says of its run
     root: Path  # of the checkpoints
     tied: tuple[str, ...]
@@ -68,6 +72,7 @@ def train(parts: Parts, step: int, data_offset: int) -> Outcome:
     total, eval_every = config.train.steps, config.train.eval_every
     saver = _Saver(parts, data_offset, step)
     engine.after_update = saver.after_update
+    tracing = Tracing(engine, parts.board, parts.recorder, parts.seat, config.train.timeline_at)
     reporter.start(step)
     with _stop_signals() as asked, batches.ahead(parts.train_data, parts.place, step + data_offset) as loader:
         while step < total:
@@ -78,6 +83,7 @@ def train(parts: Parts, step: int, data_offset: int) -> Outcome:
             scale = parts.learning_rate(step)
             for group in engine.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * scale
+            tracing.before(step)
             batch = loader.get(step + data_offset).to(parts.device)
             losses = engine.step(batch)
             step += 1
@@ -90,6 +96,7 @@ def train(parts: Parts, step: int, data_offset: int) -> Outcome:
         engine.drain()
         reporter.poll(finish=True)
         saver.check_hashes(finish=True)
+        tracing.finish()
         reason = "finished" if step == total else _agree_on_reason(parts, step)
         if reason in ("finished", "signal"):
             saver.save(step)
@@ -108,7 +115,8 @@ def _validate(parts: Parts, step: int) -> float:
     )
     if parts.recorder is not None:
         parts.recorder.write("validation", step, loss=loss, tokens=step * parts.config.tokens_per_step)
-    parts.note(f"step {step}  validation loss (master) {loss:.4f}")
+    if parts.show is not None:
+        parts.show.note(f"step {step}  validation loss (master) {loss:.4f}")
     return loss
 
 

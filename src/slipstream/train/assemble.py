@@ -1,0 +1,209 @@
+"""The parts of one rank of a run, put together: engine, records, reporter, writer, health."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from slipstream.config import Config
+from slipstream.distributed import World
+from slipstream.metrics.progress import Show
+from slipstream.metrics.record import Recorder, has_event
+from slipstream.metrics.throughput import Meter, peak_flops
+from slipstream.models.sizes import ModelConfig, flops_per_token, parameters
+from slipstream.train import build
+from slipstream.train import folder as folders
+from slipstream.train.batches import Place
+from slipstream.train.board import Board
+from slipstream.train.engine import Emulated, Engine
+from slipstream.train.folder import Plan
+from slipstream.train.health import Monitor
+from slipstream.train.master import TOKENIZER_FILE
+from slipstream.train.pipelined import Pipelined
+from slipstream.train.reporter import Reporter, Seat
+from slipstream.train.resume import load_into
+from slipstream.train.synchronous import Synchronous
+from slipstream.train.trackers import open_trackers
+from slipstream.train.trainer import Parts
+from slipstream.train.writer import Leader, Writer
+
+
+def seat_of(config: Config, world: World | None) -> Seat:
+    """This process among the ranks of the run."""
+    stages = config.pipeline.stages
+    assert stages is not None
+    if world is None:
+        return Seat(0, 1, 1, True)
+    stage, _ = world.mesh(stages)
+    # A V-shaped schedule folds back: its last module sits on the first rank.
+    last = 0 if config.pipeline.schedule == "zbv" else stages - 1
+    return Seat(world.rank, stages, config.pipeline.data_ranks, stage == last)
+
+
+@contextmanager
+def assemble(
+    config: Config, world: World | None, seat: Seat, data: Path, plan: Plan, board: Board
+) -> Iterator[Parts]:
+    """Build everything this rank needs; files are closed at the end."""
+    model = build.shape(config, data)
+    device = build.device(config, 0 if world is None else world.local_rank)
+    train_data, valid_data = build.datasets(config, data)
+    engine = _engine(config, model, world, device)
+    if plan.source is not None:
+        load_into(engine, Path(plan.source), config)
+    with ExitStack() as stack:
+        recorder, show = None, None
+        if seat.leader:
+            recorder = _open_records(config, model, plan, data, device, stack)
+            show = stack.enter_context(Show(config.train.steps, config.train.log_every))
+
+        def warn(step: int, text: str) -> None:
+            if recorder is not None and show is not None:
+                recorder.write("warning", step, message=text)
+                show.note(text, "yellow")
+
+        for text in plan.notes:
+            warn(plan.step, text)
+        monitor = Monitor(config.health.spike, config.health.max_skipped)
+        reporter = _reporter(config, model, seat, engine, board, recorder, show, _observer(monitor, warn))
+        stack.callback(reporter.close)
+        yield Parts(
+            config=config,
+            model=model,
+            seat=seat,
+            engine=engine,
+            board=board,
+            train_data=train_data,
+            valid_data=valid_data,
+            place=_place(config, seat, device),
+            device=device,
+            learning_rate=build.learning_rate(config),
+            reporter=reporter,
+            writer=_writer(config, seat, plan, recorder, warn),
+            monitor=monitor,
+            recorder=recorder,
+            show=show,
+            meta={
+                "config": config.model_dump(),
+                "model": dataclasses.asdict(model),
+                "data_folder": str(data.resolve()),
+                "data_fingerprint": plan.data_fingerprint,
+            },
+            root=folders.checkpoints(Path(config.run.dir)),
+            tied=("embedding.weight", "head.weight") if model.tied else (),
+        )
+
+
+def _engine(config: Config, model: ModelConfig, world: World | None, device: torch.device) -> Engine:
+    if world is None:
+        return Emulated(config, model, device)
+    if config.synchronous:
+        return Synchronous(config, model, world, device)
+    return Pipelined(config, model, world, device)
+
+
+def _place(config: Config, seat: Seat, device: torch.device) -> Place:
+    return Place(
+        config.pipeline.microbatches,
+        first=seat.rank % seat.stages == 0,
+        last=seat.has_loss,
+        data_rank=seat.data_rank,
+        data_ranks=seat.data_ranks,
+        pin=device.type == "cuda",
+    )
+
+
+def _reporter(
+    config: Config,
+    model: ModelConfig,
+    seat: Seat,
+    engine: Engine,
+    board: Board,
+    recorder: Recorder | None,
+    show: Show | None,
+    observe: Callable[[int, float, bool], None],
+) -> Reporter:
+    flops = flops_per_token(model, config.data.sequence)
+    meter = Meter(config.train.steps, config.tokens_per_step, flops, _peak(config, seat))
+    log = None
+    if not seat.leader:
+        log = Path(config.run.dir) / "logs" / f"rank-{seat.rank}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+    return Reporter(
+        config, seat, engine, board, meter, recorder=recorder, show=show, log=log, observe=observe
+    )
+
+
+def _observer(monitor: Monitor, warn: Callable[[int, str], None]) -> Callable[[int, float, bool], None]:
+    def observe(step: int, loss: float, skipped: bool) -> None:
+        warning = monitor.observe(step, loss, skipped)
+        if warning is not None:
+            warn(step, warning)
+
+    return observe
+
+
+def _writer(
+    config: Config, seat: Seat, plan: Plan, recorder: Recorder | None, warn: Callable[[int, str], None]
+) -> Writer:
+    """Each rank writes what it owns; the leader commits."""
+    sharded = config.pipeline.shard_optimizer
+
+    def piece(rank: int) -> str:
+        name = f"stage-{rank % seat.stages:03d}"
+        return f"{name}.data-{rank // seat.stages:03d}" if sharded else name
+
+    leader = None
+    if recorder is not None:
+
+        def committed(step: int, path: Path) -> None:
+            recorder.write("checkpoint", step, path=f"checkpoints/{path.name}")
+
+        writers = seat.stages * (seat.data_ranks if sharded else 1)
+        names = tuple(piece(rank) for rank in range(writers))
+        leader = Leader(names, config.checkpoint.keep, recorder.wait_for, committed)
+    root = folders.checkpoints(Path(config.run.dir))
+    return Writer(root, plan.nonce, piece(seat.rank), warn, leader, config.train.timeout_seconds)
+
+
+def _open_records(
+    config: Config, model: ModelConfig, plan: Plan, data: Path, device: torch.device, stack: ExitStack
+) -> Recorder:
+    """The leader's files: resolved config, environment, tokenizer, events."""
+    folder = Path(config.run.dir)
+    folders.write_config(folder, config)
+    described = {"folder": str(data), "fingerprint": plan.data_fingerprint}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    folders.write_environment(folder, config, described, name)
+    if (data / TOKENIZER_FILE).is_file():
+        shutil.copyfile(data / TOKENIZER_FILE, folder / TOKENIZER_FILE)
+    recorder = Recorder(folder, open_trackers(config, folder))
+    stack.callback(recorder.close)
+    resumed = plan.source is not None and not plan.forked
+    recorder.write(
+        "start",
+        plan.step,
+        stages=config.pipeline.stages,
+        data_ranks=config.pipeline.data_ranks,
+        schedule=config.pipeline.schedule,
+        microbatches=config.pipeline.microbatches,
+        parameters=parameters(model),
+        resumed=resumed,
+    )
+    if resumed and not has_event(folder, "checkpoint", plan.step):
+        recorder.write("checkpoint", plan.step, path=f"checkpoints/{Path(str(plan.source)).name}")
+    return recorder
+
+
+def _peak(config: Config, seat: Seat) -> float | None:
+    """FLOP/s of all GPUs of the run, where they are known."""
+    if build.device(config).type != "cuda":
+        return None
+    peak = peak_flops(torch.cuda.get_device_name())
+    devices = min(seat.stages * seat.data_ranks, torch.cuda.device_count())
+    return None if peak is None else peak * devices
