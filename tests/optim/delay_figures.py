@@ -139,7 +139,10 @@ def figures() -> dict[str, tuple[str, Curves]]:
         "delay-muon-rate": ("mean gradient norm of a run of T updates, Muon", rate_of_convergence()),
         "delay-muon-level": ("gradient norm that Muon settles at, by learning rate", level_at_rate()),
         "delay-sgd": ("SGD, no momentum: factor per update, by lr x curvature", growth_curves(0.0, rates)),
-        "delay-sgd-momentum": ("SGD, momentum 0.9: the same", growth_curves(0.9, rates)),
+        "delay-sgd-momentum": (
+            "SGD, momentum 0.9: factor per update, by lr x curvature",
+            growth_curves(0.9, rates),
+        ),
     }
 
 
