@@ -156,3 +156,12 @@ def velocities(world) -> list[bool]:
     (params, pieces), (_, whole) = ahead(True), ahead(False)
     parts = [distribute_tensor(v, mesh, [Shard(0)]).to_local() for v in whole]
     return [torch.equal(piece, part) for piece, part in zip(pieces, parts, strict=True)] + [bool(params)]
+
+
+def two_axes(world) -> None:
+    """A matrix cut along both sides, over a mesh of two axes."""
+    mesh = init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("data", "tensor"))
+    module = nn.Linear(4, 4, bias=False)
+    module.weight = nn.Parameter(distribute_tensor(module.weight.data, mesh, [Shard(0), Shard(1)]))
+    module.weight.grad = torch.zeros_like(module.weight)
+    build("muon", module).step()

@@ -74,6 +74,11 @@ def test_refused_on_shards(pool, name):
         pool.run("optim.jobs:fsdp", name)
 
 
+def test_layouts_that_cannot_be_put_together(pool):
+    with pytest.raises(UserError, match="one axis of the mesh only"):
+        pool.run("optim.jobs:two_axes")
+
+
 def test_owners_share_the_work():
     shapes = [torch.Size(s) for s in [(64, 64)] * 4 + [(64, 256)] * 3 + [(16, 64)] * 2]
     owner = owners(shapes, 3)
