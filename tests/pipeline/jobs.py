@@ -172,3 +172,27 @@ def lose(world, how):
             time.sleep(20)
         step(world, schedule, group)
     schedule.drain()
+
+
+def on_gpu(world, groups=10):
+    """Stages that share one GPU, activations staged through the host; rank 0 also runs the emulator there."""
+    from slipstream import Emulator
+
+    device = torch.device("cuda", 0)
+    module = tiny.Model(*tiny.cut(world.rank, world.size), tied=False).to(device)
+    stage = PipelineStage(module, world.rank, world.size, device)
+    schedule = Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.1, timeout=60)
+    losses = []
+    for group in range(groups):
+        x, y = (t.to(device) for t in tiny.batch(group))
+        found = []
+        last = world.rank == world.size - 1
+        schedule.step(*((x,) if world.rank == 0 else ()), **({"target": y, "losses": found} if last else {}))
+        losses += [loss.item() for loss in found]
+    schedule.drain()
+    emulated = []
+    if world.rank == 0:
+        emulator = Emulator(tiny.Model(tied=False).to(device), M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.1)
+        for group in range(groups):
+            emulated += [loss.item() for loss in emulator.step(*(t.to(device) for t in tiny.batch(group)))]
+    return losses, emulated

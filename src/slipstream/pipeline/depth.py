@@ -1,27 +1,25 @@
 """How many microbatches to keep in flight: as few as hide the links.
 
-Between F_k and B_k stage s waits for the round trip through the stages behind it, (P-1-s)(T + 2L) for a forward
-and backward of T seconds and a link of L seconds one way, and has w_s pairs of T seconds to fill it. So
-
-    K - 1 = w_0 >= (P-1)(1 + 2L/T)
-
-microbatches hide the latency; each costs one microbatch of activations on stage 0.
+With the least warm-up every input arrives just when it is needed, so a link of L seconds one way adds
+2 (P-1) L / P to each forward-and-backward of T seconds. A link is hidden when the stage before it is ahead of the
+stage behind it by 1 + ceil(2L / T) pairs instead of one (stages alternate strictly, so a part of a pair hides
+nothing): K - 1 = w_0 = (P-1)(1 + ceil(2L / T)). Each further microbatch costs its activations on stage 0.
 """
 
 from __future__ import annotations
 
 import math
 
-# Below this share of the time of a pair, a deeper pipeline costs more (activations) than it returns.
-NEGLIGIBLE = 0.005
+# A loss below this share of the time is not worth twice the activations.
+NEGLIGIBLE = 0.01
 
 
 def choose_in_flight(stages: int, microbatches: int, work_seconds: float, link_seconds: float) -> int:
     """The number in flight on stage 0, from P (the least) to m, which leaves a pair of slack for the update."""
     if stages == 1 or work_seconds <= 0:
         return stages
-    delay = 2 * link_seconds / work_seconds
-    if delay < NEGLIGIBLE:
+    lost = 2 * (stages - 1) * link_seconds / (stages * work_seconds)
+    if lost < NEGLIGIBLE:
         return stages
-    wanted = 1 + math.ceil((stages - 1) * (1 + delay))
+    wanted = 1 + (stages - 1) * (1 + math.ceil(2 * link_seconds / work_seconds))
     return max(stages, min(wanted, microbatches))
