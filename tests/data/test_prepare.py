@@ -62,6 +62,8 @@ def test_two_documents_are_enough_and_one_is_not(tmp_path):
         prepare(lambda: TEXTS[:1], tmp_path / "one", Recipe(vocab=257))
     with pytest.raises(DataError, match="no text"):
         prepare(list, tmp_path / "none", Recipe(vocab=257))
+    with pytest.raises(DataError, match="valid-fraction"):
+        prepare(lambda: TEXTS, tmp_path / "all", Recipe(vocab=257, valid_fraction=1.0))
     meta = prepare(lambda: TEXTS[:1], tmp_path / "named", Recipe(vocab=257), valid=lambda: TEXTS[1:3])
     assert meta["documents"] == {"train": 1, "valid": 2}
 
@@ -221,6 +223,8 @@ def test_tokenizer_keeps_any_text_and_refuses_what_it_is_not(tmp_path):
     odd = "tabs\t\r\n \x00 emoji 🙂 <|endoftext|> ﷽"
     assert tokenizer.decode(tokenizer.encode("plain  text\n\n é🙂")) == "plain  text\n\n é🙂"
     assert tokenizer.decode(tokenizer.encode(odd)) == odd
+    assert tokenizer.end_of_document not in tokenizer.encode(odd)
+    assert tokenizer.end_of_document not in tokenizer.encode_batch([odd])[0]
     assert tokenizer.vocab_size == SMALLEST_VOCAB
     assert len(tokenizer.encode("abc")) == 3
     with pytest.raises(DataError, match="257"):

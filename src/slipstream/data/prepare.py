@@ -63,6 +63,8 @@ def prepare(
     """Write `out` (train and valid shards, tokenizer.json, meta.json); returns what meta.json holds."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} already exists. Choose another --out, or delete it first.")
+    if not 0 <= recipe.valid_fraction < 1:
+        raise DataError(f"--valid-fraction is {recipe.valid_fraction:g}. Set it from 0 to below 1.")
     scan = _scan(documents, recipe, split=valid is None, progress=progress)
     if recipe.tokenizer is not None:
         tokenizer = Tokenizer.load(recipe.tokenizer)

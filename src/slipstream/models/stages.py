@@ -74,8 +74,8 @@ class Stage(nn.Module):
         config = self.config
         cos, sin = rotary_table(x.shape[1], config.head_dim, config.rope_theta, x.device)  # pyright: ignore
         if self.embedding is not None:
-            if self.config.document_mask:
-                documents = document_numbers(x, self.config.end_of_document)
+            if config.document_mask:
+                documents = document_numbers(x, config.end_of_document)
             x = self.embedding(x)
         mask = None if documents is None else document_mask(documents)
         losses = []
@@ -84,7 +84,7 @@ class Stage(nn.Module):
                 x = checkpoint(layer, x, cos, sin, mask, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, mask)
-            if self.config.experts:
+            if config.experts:
                 x, layer_losses = x
                 losses.append(layer_losses)
         if losses:
