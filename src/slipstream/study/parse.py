@@ -25,7 +25,9 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
     tree = read_toml(path)
     unknown = set(tree) - {"name", "about", "base", "axes", "runs", "table"}
     if unknown:
-        raise UserError(f"'{path}' has {names(unknown)}; a study has name, about, base, axes, runs and table.")
+        raise UserError(
+            f"'{path}' has {names(unknown)}; a study has name, about, base, axes, runs and table."
+        )
     if "runs" not in tree:
         raise UserError(f"'{path}' has no [runs]: say which axes are combined, for example product = [...].")
     base = merge(DEFAULTS, tree.get("base", {}))
@@ -53,11 +55,15 @@ def _axis(block: str, settings: Tree) -> Axis:
     unknown = set(settings) - {"name", "key", "values"}
     if unknown or "values" not in settings:
         problem = f"has {names(unknown)}" if unknown else "has no values"
-        raise UserError(f"[axes.{block}] {problem}. An axis has values, a key unless they are named, and a name.")
+        raise UserError(
+            f"[axes.{block}] {problem}. An axis has values, a key unless they are named, and a name."
+        )
     name, key, values = str(settings.get("name", block)), settings.get("key"), settings["values"]
     if isinstance(values, dict):
         if key is not None or not all(isinstance(tree, dict) for tree in values.values()):
-            raise UserError(f"[axes.{block}] names its values: each is a table of keys, and there is no `key`.")
+            raise UserError(
+                f"[axes.{block}] names its values: each is a table of keys, and there is no `key`."
+            )
         return Axis(name, tuple(Choice(name, label, _undotted(tree)) for label, tree in values.items()))
     if key is None or not isinstance(values, list) or not values:
         raise UserError(f"[axes.{block}] needs a key and a list of values, or a table of named values.")
@@ -72,7 +78,9 @@ def _node(spec: Any, axes: Mapping[str, Axis]) -> Node:
     if "tune" in spec:
         missing = {"tune", "by", "over", "then"} - set(spec)
         if missing or set(spec) - {"tune", "by", "over", "then", "like"}:
-            raise UserError(f"A tune of [runs] needs tune, by, over and then (and like); it has {names(spec)}.")
+            raise UserError(
+                f"A tune of [runs] needs tune, by, over and then (and like); it has {names(spec)}."
+            )
         over, then = _node(spec["over"], axes), _node(spec["then"], axes)
         return Tune(spec["tune"], tuple(spec["by"]), over, then, spec.get("like", {}))
     if len(spec) != 1 or not set(spec) <= {"product", "zip", "chain"}:

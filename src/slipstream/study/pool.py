@@ -6,6 +6,7 @@ was interrupted, or took its process down with it.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import time
@@ -95,10 +96,8 @@ class Pool:
 
     def _dismiss(self, worker: Worker) -> None:
         """A worker without a run leaves by itself; one with a run is stopped."""
-        try:
+        with contextlib.suppress(OSError):
             worker.connection.send(None)
-        except OSError:
-            pass
         if worker.point is not None:
             worker.process.terminate()
         worker.process.join(PATIENCE_SECONDS)

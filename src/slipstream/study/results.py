@@ -44,7 +44,7 @@ class Result:
     skipped: int = 0
     parameters: int = 0
     validation: Curve = field(default_factory=list)  # (tokens, loss)
-    training: Curve = field(default_factory=list)  # (tokens, loss), thinned
+    training: Curve = field(default_factory=list)  # (tokens, loss), thinned and rounded: for the eye
     device: str = ""
     data: str = ""  # fingerprint
     versions: Mapping[str, str | None] = field(default_factory=dict)
@@ -78,14 +78,17 @@ def read_folder(folder: Path) -> Result | None:
     except (UserError, tomllib.TOMLDecodeError):
         return None  # of another version: run again
     steps = run.surviving("step")
-    speeds = [v for row in steps[len(steps) // 2 :] if (v := number(row.get("tokens_per_second"))) is not None]
+    speeds = [
+        v for row in steps[len(steps) // 2 :] if (v := number(row.get("tokens_per_second"))) is not None
+    ]
     environment = run.environment
     return Result(
         digest=digest(config),
         run=folder.name,
         settings=different(config),
         loss=None if failure else number(finish.get("validation_loss")),
-        failed=failure or ("" if number(finish.get("validation_loss")) is not None else "the loss is not finite"),
+        failed=failure
+        or ("" if number(finish.get("validation_loss")) is not None else "the loss is not finite"),
         steps=config.train.steps,
         tokens=config.train.steps * config.tokens_per_step,
         seconds=number(finish.get("seconds")) or 0.0,
@@ -93,7 +96,7 @@ def read_folder(folder: Path) -> Result | None:
         skipped=sum(1 for row in steps if row.get("skipped")),
         parameters=int(run.last("start").get("parameters") or 0),
         validation=_curve(run, "validation"),
-        training=thinned(_curve(run, "step")),
+        training=[(x, round(y, 4)) for x, y in thinned(_curve(run, "step"))],
         device=str(environment.get("device", "")),
         data=str(environment.get("data", {}).get("fingerprint", "")),
         versions=environment.get("versions", {}),
@@ -102,12 +105,14 @@ def read_folder(folder: Path) -> Result | None:
 
 def write_failure(folder: Path, message: str, trace: str = "") -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / FAILED_FILE).write_text(json.dumps({"message": message, "trace": trace}, indent=1), encoding="utf-8")
+    (folder / FAILED_FILE).write_text(
+        json.dumps({"message": message, "trace": trace}, indent=1), encoding="utf-8"
+    )
 
 
 def write_export(path: Path, results: Iterable[Result]) -> int:
     """One gzipped JSON line per run; the same bytes for the same results."""
-    lines = [json.dumps(_rounded(asdict(result)), separators=(",", ":")) for result in results]
+    lines = [json.dumps(asdict(result), separators=(",", ":")) for result in results]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as file:
         file.write("".join(f"{line}\n" for line in lines).encode())
@@ -120,7 +125,9 @@ def read_export(path: Path) -> list[Result]:
             rows = [json.loads(line) for line in file if line.strip()]
         return [Result(**(row | _curves(row))) for row in rows]
     except (OSError, EOFError, ValueError, TypeError) as error:
-        raise UserError(f"'{path}' is no export of a study: {error}. Write it with `slipstream study export`.") from None
+        raise UserError(
+            f"'{path}' is no export of a study: {error}. Write it with `slipstream study export`."
+        ) from None
 
 
 def losses(results: Mapping[str, Result]) -> dict[str, float | None]:
@@ -169,9 +176,3 @@ def _curve(run: Run, kind: str) -> Curve:
 
 def _curves(row: Mapping[str, Any]) -> dict[str, Curve]:
     return {name: [(x, y) for x, y in row[name]] for name in ("validation", "training")}
-
-
-def _rounded(row: dict[str, Any]) -> dict[str, Any]:
-    training = [(x, round(y, 4)) for x, y in row["training"]]
-    validation = [(x, round(y, 6)) for x, y in row["validation"]]
-    return row | {"training": training, "validation": validation}

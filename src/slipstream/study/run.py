@@ -17,7 +17,15 @@ from typing import Any
 
 from slipstream.errors import UserError
 from slipstream.study.pool import Pool
-from slipstream.study.results import FAILED_FILE, Result, collect, different, losses, read_folder, write_failure
+from slipstream.study.results import (
+    FAILED_FILE,
+    Result,
+    collect,
+    different,
+    losses,
+    read_folder,
+    write_failure,
+)
 from slipstream.study.show import Show
 from slipstream.study.sweep import Expansion, Point, Study
 
@@ -92,7 +100,9 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show) -> Outcome:
             todo = [
                 point
                 for point in expansion.points
-                if point.digest not in results and point.digest not in attempted and _wanted(point, limits.only)
+                if point.digest not in results
+                and point.digest not in attempted
+                and _wanted(point, limits.only)
             ]
             show.state(expansion, results, pool.active, todo, clock.left(todo, limits.workers))
             while todo and pool.idle and not outcome.stopped:

@@ -86,7 +86,10 @@ class Show:
         else:
             speed = "" if result.tokens_per_second is None else f"  {result.tokens_per_second:,.0f} tok/s"
             told = f"loss {result.loss:.4f}{speed}"
-        self.note(f"{self._count}/{self._total}  {escape(point.name)}  {told}  {seconds:.1f} s  {self._eta}", markup=True)
+        self.note(
+            f"{self._count}/{self._total}  {escape(point.name)}  {told}  {seconds:.1f} s  {self._eta}",
+            markup=True,
+        )
 
     def note(self, text: str, *, markup: bool = False) -> None:
         self._console.print(text if markup else escape(text), soft_wrap=True)

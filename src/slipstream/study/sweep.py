@@ -190,7 +190,9 @@ class _Expansion:
             if best is not None:
                 yield (*combination, best)
 
-    def _best(self, node: Tune, group: tuple[str, ...], tried: list[tuple[Choice, float | None]]) -> Choice | None:
+    def _best(
+        self, node: Tune, group: tuple[str, ...], tried: list[tuple[Choice, float | None]]
+    ) -> Choice | None:
         where = _text(dict(zip(node.by, group, strict=True)))
         if not tried:
             raise UserError(f"tune = '{node.axis}' has no run in `over` for {where}. Add it, or use `like`.")
@@ -228,7 +230,9 @@ def _join(parts: Sequence[Combination]) -> Combination:
     names = [choice.axis for choice in joined]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"The axis '{twice}' occurs twice in one run. Chain its parts instead of multiplying them.")
+        raise UserError(
+            f"The axis '{twice}' occurs twice in one run. Chain its parts instead of multiplying them."
+        )
     return joined
 
 

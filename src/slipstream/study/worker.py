@@ -83,7 +83,8 @@ def _clean(folder: Path) -> None:
 
     if folder.is_dir() and read_run(folder).status == "finished":
         rmtree(folder / "checkpoints", ignore_errors=True)
-        (folder / "report.html").unlink(missing_ok=True)
+        for name in ("report.html", "tokenizer.json"):
+            (folder / name).unlink(missing_ok=True)
 
 
 def _shape(tree: dict[str, Any]) -> Any:

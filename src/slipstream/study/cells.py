@@ -1,0 +1,165 @@
+"""Results -> cells: one per combination of axes other than the seed, with what its seeds say together.
+
+A study's [table] tells which axis is which:
+
+    seed = "seed"            runs that differ in it alone are repetitions, paired by label
+    mode = "mode"            the axis that is compared; the other axes make the groups
+    reference = "sync"       the mode gaps are taken to
+    baseline = "delay"       the mode whose gap is the whole, for the share recovered
+    best = ["lr"]            axes of which each cell takes the value with the lowest mean, on the seeds all have
+    length = "updates"       an axis of run lengths: the penalty is then read off final losses by length
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from slipstream.config.resolve import updates
+from slipstream.errors import UserError
+from slipstream.study.penalty import Curve, mean_penalty, token_penalty
+from slipstream.study.results import Result
+from slipstream.study.statistics import Estimate, paired_gap, share_recovered, standard_error
+from slipstream.study.sweep import Point, Study
+
+Labels = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    seed: str = "seed"
+    mode: str = "mode"
+    reference: str = "sync"
+    baseline: str = "delay"
+    best: tuple[str, ...] = ()
+    length: str | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the table."""
+
+    group: Labels
+    mode: str
+    chosen: Labels  # the values of the `best` axes
+    results: Mapping[str, Result]  # finished runs by seed
+    failed: Mapping[str, str]  # problems by seed
+    mean: float | None = None
+    error: float | None = None
+    gap: Estimate | None = None
+    recovered: Estimate | None = None
+    penalty: Estimate | None = None
+    extrapolated: bool = False
+
+    @property
+    def losses(self) -> dict[str, float]:
+        return {seed: result.loss for seed, result in self.results.items() if result.loss is not None}
+
+    @property
+    def flushed_share(self) -> float:
+        """The part of the updates that runs without delay because the run asks for it."""
+        result = next(iter(self.results.values()))
+        steps = result.steps
+        named = [result.key(f"optim.{key}", 0) for key in ("sync_start", "sync_finish")]
+        return sum(updates(value, steps) for value in named) / steps
+
+
+def layout_of(study: Study) -> Layout:
+    known = {item.name for item in fields(Layout)}
+    if unknown := set(study.table) - known:
+        raise UserError(f"[table] of '{study.name}' has {sorted(unknown)}; it may have {sorted(known)}.")
+    values: dict[str, Any] = dict(study.table)
+    values["best"] = tuple(values.get("best", ()))
+    return Layout(**values)
+
+
+def all_cells(points: Sequence[Point], results: Mapping[str, Result], layout: Layout) -> list[Cell]:
+    """A cell for every combination that has an ended run, in the order of the study."""
+    seeds: dict[tuple[Labels, str, Labels], tuple[dict[str, Result], dict[str, str]]] = {}
+    special = {layout.seed, layout.mode, *layout.best}
+    for point in points:
+        result = results.get(point.digest)
+        if result is None:
+            continue
+        group = tuple((axis, label) for axis, label in point.labels.items() if axis not in special)
+        chosen = tuple((axis, point.labels[axis]) for axis in layout.best if axis in point.labels)
+        key = (group, point.labels.get(layout.mode, ""), chosen)
+        finished, failed = seeds.setdefault(key, ({}, {}))
+        seed = point.labels.get(layout.seed, "")
+        if result.loss is None:
+            failed[seed] = result.failed
+        else:
+            finished[seed] = result
+    cells = []
+    for (group, mode, chosen), (finished, failed) in seeds.items():
+        cell = Cell(group, mode, chosen, finished, failed)
+        values = list(cell.losses.values())
+        mean = statistics.fmean(values) if values else None
+        cells.append(replace(cell, mean=mean, error=standard_error(values)))
+    return cells
+
+
+def compared(cells: Sequence[Cell], layout: Layout) -> list[Cell]:
+    """The best cell of each group and mode, with its gap, share recovered and penalty."""
+    by_place: dict[tuple[Labels, str], list[Cell]] = {}
+    for cell in cells:
+        by_place.setdefault((cell.group, cell.mode), []).append(cell)
+    chosen = {place: _best(found) for place, found in by_place.items()}
+    return [_compare(cell, chosen, layout) for cell in chosen.values()]
+
+
+def _best(cells: Sequence[Cell]) -> Cell:
+    """Lowest mean over the seeds that all values have; then a value with more seeds is no better for it."""
+    alive = [cell for cell in cells if cell.results]
+    if len(alive) < 2:
+        return (alive or list(cells))[0]
+    common = set.intersection(*(set(cell.results) for cell in alive))
+    if not common:
+        return min(alive, key=lambda cell: cell.mean or 0.0)
+    return min(alive, key=lambda cell: statistics.fmean(cell.losses[seed] for seed in common))
+
+
+def _compare(cell: Cell, chosen: Mapping[tuple[Labels, str], Cell], layout: Layout) -> Cell:
+    reference = chosen.get((cell.group, layout.reference))
+    if reference is None or not reference.results or not cell.results or cell.mode == layout.reference:
+        return cell
+    baseline = chosen.get((cell.group, layout.baseline))
+    recovered = None
+    if baseline is not None and cell.mode != layout.baseline:
+        recovered = share_recovered(cell.losses, reference.losses, baseline.losses)
+    found = []
+    for seed, result in cell.results.items():
+        curve = _curve(seed, cell, reference, chosen, layout)
+        if curve is None or result.loss is None:
+            continue
+        penalty = token_penalty(curve, result.tokens, result.loss)
+        if penalty is not None:
+            found.append(penalty)
+    penalty = mean_penalty(found)
+    return replace(
+        cell,
+        gap=paired_gap(cell.losses, reference.losses),
+        recovered=recovered,
+        penalty=None if penalty is None else penalty[0],
+        extrapolated=penalty is not None and penalty[1],
+    )
+
+
+def _curve(
+    seed: str, cell: Cell, reference: Cell, chosen: Mapping[tuple[Labels, str], Cell], layout: Layout
+) -> Curve | None:
+    """Synchronous loss against tokens: by run length where the study has lengths, else within the paired run."""
+    if layout.length is None:
+        return reference.results[seed].validation if seed in reference.results else None
+    others = [
+        sync
+        for (group, mode), sync in chosen.items()
+        if mode == layout.reference and _without(group, layout.length) == _without(cell.group, layout.length)
+    ]
+    return [(sync.results[seed].tokens, sync.losses[seed]) for sync in others if seed in sync.losses]
+
+
+def _without(group: Labels, axis: str) -> Labels:
+    return tuple(pair for pair in group if pair[0] != axis)

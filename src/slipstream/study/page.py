@@ -1,0 +1,130 @@
+"""A study as one HTML file: its tables and its loss curves, from the parts of the run report."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from slipstream.metrics.report_page import Chart, Part, Section, Series, Table, Text, page
+from slipstream.study.cells import Cell, Layout, all_cells, compared, layout_of
+from slipstream.study.results import Curve, Result
+from slipstream.study.sweep import Expansion, Study
+from slipstream.study.tables import as_csv, markdown, runs_table, table_csv, tables
+
+
+def write_tables(study: Study, expansion: Expansion, results: Mapping[str, Result], out: Path) -> list[Path]:
+    """NAME.md, NAME.csv, NAME-runs.csv and NAME.html in `out`."""
+    layout = layout_of(study)
+    found = tables(study, expansion, results)
+    runs = runs_table(expansion.points, results)
+    rows = compared(all_cells(expansion.points, results, layout), layout)
+    notes = _notes(expansion, results)
+    texts = {
+        f"{study.name}.md": markdown(study, found, notes),
+        f"{study.name}.csv": as_csv(rows, layout),
+        f"{study.name}-runs.csv": table_csv(runs),
+        f"{study.name}.html": study_page(study, found, rows, layout, notes, runs),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, text in texts.items():
+        paths.append(out / name)
+        paths[-1].write_text(text, encoding="utf-8")
+    return paths
+
+
+def study_page(
+    study: Study,
+    found: Sequence[Table],
+    rows: Sequence[Cell],
+    layout: Layout,
+    notes: Sequence[str],
+    runs: Table,
+) -> str:
+    about: list[Part] = [Text(study.about)] if study.about else []
+    about += [Text(note, tone="warning") for note in notes]
+    groups = list(dict.fromkeys(cell.group for cell in rows if cell.results))
+    losses: list[Part] = []
+    gaps: list[Part] = []
+    for group in groups:
+        cells = [cell for cell in rows if cell.group == group and cell.results]
+        title = ", ".join(f"{axis} {label}" for axis, label in group) or study.name
+        losses.append(_loss_chart(title, cells))
+        gaps += _gap_chart(title, cells, layout)
+    note = "Validation loss at the master; the band spans the seeds. Dashed: training loss at the bank."
+    return page(
+        study.name,
+        [
+            Section("Tables", [*about, *found]),
+            Section("Loss against tokens", losses, note=note),
+            Section(
+                f"Gap to {layout.reference} against tokens", gaps, note="Mean of the paired gaps over seeds."
+            ),
+            Section("Runs", [runs]),
+        ],
+        "slipstream study",
+    )
+
+
+def _loss_chart(title: str, cells: Sequence[Cell]) -> Chart:
+    series = []
+    for colour, cell in enumerate(cells):
+        name = " ".join([cell.mode or "run", *(f"{axis} {label}" for axis, label in cell.chosen)])
+        runs = list(cell.results.values())
+        series.append(_mean_series(name, [run.validation for run in runs], colour))
+        training = _mean_series(f"{name}: training", [run.training for run in runs], colour)
+        series.append(Series(training.name, training.x, training.y, dashed=True, colour=colour))
+    return Chart(title, series, x_label="tokens", y_label="loss", focus=True, smooth=True)
+
+
+def _gap_chart(title: str, cells: Sequence[Cell], layout: Layout) -> list[Chart]:
+    reference = next((cell for cell in cells if cell.mode == layout.reference), None)
+    if reference is None:
+        return []
+    series = []
+    for colour, cell in enumerate(cells):
+        pairs = [
+            _difference(result.validation, reference.results[seed].validation)
+            for seed, result in cell.results.items()
+            if seed in reference.results
+        ]
+        if cell is not reference and any(pairs):
+            series.append(_mean_series(cell.mode, [pair for pair in pairs if pair], colour))
+    return [Chart(title, series, x_label="tokens", y_label="gap in loss", focus=True)] if series else []
+
+
+def _difference(curve: Curve, reference: Curve) -> Curve:
+    known = dict(reference)
+    return [(tokens, loss - known[tokens]) for tokens, loss in curve if tokens in known]
+
+
+def _mean_series(name: str, curves: Sequence[Curve], colour: int) -> Series:
+    """Mean over curves at the points that all have, in a band of their range."""
+    common = set.intersection(*({x for x, _ in curve} for curve in curves)) if curves else set()
+    table = [dict(curve) for curve in curves]
+    xs = sorted(common)
+    columns = [[curve[x] for curve in table] for x in xs]
+    low, high = [min(column) for column in columns], [max(column) for column in columns]
+    band = (low, high) if len(curves) > 1 else (None, None)
+    return Series(name, xs, [statistics.fmean(column) for column in columns], *band, colour=colour)
+
+
+def _notes(expansion: Expansion, results: Mapping[str, Result]) -> list[str]:
+    """What is missing, what failed, what was not measured on one machine and one text."""
+    notes = list(expansion.notes)
+    ended = [results[point.digest] for point in expansion.points if point.digest in results]
+    missing = len(expansion.points) - len(ended)
+    if missing or expansion.waiting:
+        notes.append(
+            f"{missing + expansion.waiting} of {len(expansion.points) + expansion.waiting} runs are missing."
+        )
+    for point in expansion.points:
+        result = results.get(point.digest)
+        if result is not None and result.failed:
+            notes.append(f"{point.name} failed: {result.failed.partition(chr(10))[0]}")
+    for what in ("device", "data"):
+        kinds = sorted({getattr(result, what) for result in ended if getattr(result, what)})
+        if len(kinds) > 1:
+            notes.append(f"These runs do not share their {what}: {', '.join(kind[:24] for kind in kinds)}.")
+    return notes

@@ -1,0 +1,116 @@
+"""What a loss gap is worth: extra tokens, and what is then left of the speed-up.
+
+The token penalty of a delayed run is  T / τ:  it needed T tokens to end at loss L, and synchronous training
+was at L after τ. τ is read off a curve of synchronous loss against tokens, linear in (ln tokens, loss) between
+its points:
+
+    within a run   the validation curve of the paired synchronous run (same seed), its running minimum
+    by length      the final losses of synchronous runs of several lengths, each with its own whole schedule
+
+The second is what a user pays who trains longer to make up for delay, and is used where a study has such
+runs. The first needs one run, but it leans on a learning rate that was still high at τ: it says how far behind
+the synchronous run the delayed one is, by the synchronous run's own clock. Beyond its ends a curve goes on
+with the slope of its last two points, and the penalty is marked as extrapolated.
+
+    net gain = speed-up over the fastest synchronous schedule at equal activations, divided by the penalty
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from slipstream.errors import UserError
+from slipstream.schedule import steady
+from slipstream.schedule.generate import GENERATORS
+from slipstream.study.statistics import Estimate, interval
+
+Curve = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """T / τ for one pair of runs."""
+
+    value: float
+    extrapolated: bool
+
+
+def token_penalty(curve: Curve, tokens: float, loss: float) -> Penalty | None:
+    """T / τ with τ read off the synchronous `curve`; None where the curve has no slope to read."""
+    falling = envelope(curve)
+    if len(falling) < 2:
+        return None
+    at = tokens_at(falling, loss)
+    outside = loss > falling[0][1] or loss < falling[-1][1]
+    return Penalty(tokens / at, outside)
+
+
+def tokens_at(curve: Curve, loss: float) -> float:
+    """The tokens at which a strictly falling curve reaches `loss`."""
+    segment = next((i for i in range(1, len(curve)) if curve[i][1] <= loss), len(curve) - 1)
+    (x0, y0), (x1, y1) = curve[segment - 1], curve[segment]
+    share = (y0 - loss) / (y0 - y1)
+    return math.exp(math.log(x0) + share * (math.log(x1) - math.log(x0)))
+
+
+def envelope(curve: Curve) -> list[tuple[float, float]]:
+    """The points that improve on every earlier one, in the order of tokens: strictly falling."""
+    kept: list[tuple[float, float]] = []
+    for tokens, loss in sorted(curve):
+        if tokens > 0 and (not kept or loss < kept[-1][1]):
+            kept.append((tokens, loss))
+    return kept
+
+
+def mean_penalty(penalties: Sequence[Penalty]) -> tuple[Estimate, bool] | None:
+    """The geometric mean over seeds with the interval of its logarithm, and whether any is extrapolated."""
+    if not penalties:
+        return None
+    logs = interval([math.log(p.value) for p in penalties])
+    around = None if logs.interval is None else (math.exp(logs.interval[0]), math.exp(logs.interval[1]))
+    return Estimate(math.exp(logs.value), around, logs.n), any(p.extrapolated for p in penalties)
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """2BW against the fastest synchronous schedule, simulated with backward = 2 forward and free links."""
+
+    stages: int
+    microbatches: int
+    rival: str
+    factor: float  # rival's time per update / 2BW's
+    flushed: float  # rival's time per update / that of a flushed group of 2BW (1F1B)
+
+
+@cache
+def speedup(stages: int, microbatches: int) -> Speedup:
+    """At equal activations: rivals that keep more of them than 2BW does are left out."""
+    ours = steady("pipedream_2bw", stages, microbatches)
+    flush = steady("1f1b", stages, microbatches)
+    rivals = [flush]
+    for name, generator in GENERATORS.items():
+        if generator.synchronous and name != "1f1b":
+            try:
+                rivals.append(steady(name, stages, microbatches))
+            except UserError:
+                continue  # this schedule does not exist at these counts
+    most = max(ours.peak_activations)
+    best = min(
+        (rival for rival in rivals if max(rival.peak_activations) <= most + 1e-9),
+        key=lambda rival: rival.time_per_update,
+    )
+    time = best.time_per_update
+    return Speedup(stages, microbatches, best.name, time / ours.time_per_update, time / flush.time_per_update)
+
+
+def net_gain(speed: Speedup, penalty: Estimate, flushed_share: float) -> Estimate:
+    """Speed-up / penalty, a share of the updates (synchronous start and finish) running flushed."""
+    factor = 1 / ((1 - flushed_share) / speed.factor + flushed_share / speed.flushed)
+    around = None
+    if penalty.interval is not None:
+        low, high = penalty.interval
+        around = (factor / high, factor / low)
+    return Estimate(factor / penalty.value, around, penalty.n)

@@ -1,0 +1,241 @@
+"""Cells -> tables, and tables as Markdown and CSV. The page (`page.py`) shows the same ones.
+
+Invariant: a number appears with how many seeds it rests on, and with an interval only where there are two or
+more. A figure from the simulator says so in its title.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+
+from slipstream.metrics.report_page import Table
+from slipstream.study.cells import Cell, Layout, all_cells, compared, layout_of
+from slipstream.study.penalty import net_gain, speedup
+from slipstream.study.results import Result
+from slipstream.study.statistics import Estimate
+from slipstream.study.sweep import Expansion, Point, Study
+
+STAGES = (8, 16, 32)
+MICROBATCHES = (1, 2, 3)  # per stage
+NONE = "–"
+
+
+def tables(study: Study, expansion: Expansion, results: Mapping[str, Result]) -> list[Table]:
+    """Everything a study says, in the order a reader wants it."""
+    layout = layout_of(study)
+    cells = all_cells(expansion.points, results, layout)
+    rows = compared(cells, layout)
+    found = [loss_table(rows, layout), *gain_table(rows, layout), *grid_tables(cells, layout)]
+    return [table for table in found if table.rows]
+
+
+def loss_table(cells: Sequence[Cell], layout: Layout) -> Table:
+    """Mean, standard error, paired gap, share recovered and token penalty of every group and mode."""
+    axes = _axes(cells)
+    header = [*axes, layout.mode, *layout.best, "seeds", "validation loss", f"gap to {layout.reference}"]
+    header += [f"share of {layout.baseline}'s gap recovered", "token penalty"]
+    body = []
+    for cell in cells:
+        labels, chosen = dict(cell.group), dict(cell.chosen)
+        loss = NONE if cell.mean is None else f"{cell.mean:.4f}{_error(cell.error)}"
+        if cell.failed:
+            loss += f" ({len(cell.failed)} failed)"
+        body.append(
+            [
+                *(labels.get(axis, NONE) for axis in axes),
+                cell.mode or NONE,
+                *(chosen.get(axis, NONE) for axis in layout.best),
+                str(len(cell.results)),
+                loss,
+                _estimate(cell.gap, "+.4f"),
+                _percent(cell.recovered),
+                _estimate(cell.penalty, ".3f") + (" *" if cell.extrapolated else ""),
+            ]
+        )
+    curve = (
+        f"final synchronous losses by {layout.length}"
+        if layout.length
+        else "the validation curve of the paired synchronous run"
+    )
+    note = (
+        "Validation loss at the master after the last update: mean ± standard error over seeds. Gap: paired by "
+        f"seed, 95 % t-interval in brackets. Token penalty: tokens used / tokens at which {curve} reached the "
+        "same loss."
+    )
+    if any(cell.extrapolated for cell in cells):
+        note += " *: extrapolated beyond that curve."
+    return Table(header, body, title="Loss", note=note)
+
+
+def gain_table(cells: Sequence[Cell], layout: Layout) -> list[Table]:
+    """Speed-up over the fastest synchronous schedule divided by the penalty, for some pipelines."""
+    paying = [cell for cell in cells if cell.penalty is not None]
+    if not paying:
+        return []
+    axes = _axes(cells)
+    places = [(stages, stages * factor) for stages in STAGES for factor in MICROBATCHES]
+    speeds = [speedup(stages, microbatches) for stages, microbatches in places]
+    header = [*axes, layout.mode, *(f"P={p} m={m}" for p, m in places)]
+    blank = [""] * len(axes)
+    body = [
+        [*blank, "fastest synchronous schedule", *(speed.rival for speed in speeds)],
+        [*blank, "speed-up of 2BW over it", *(f"{speed.factor:.3f}" for speed in speeds)],
+    ]
+    for cell in paying:
+        labels = dict(cell.group)
+        assert cell.penalty is not None
+        gains = [net_gain(speed, cell.penalty, cell.flushed_share) for speed in speeds]
+        start = [labels.get(axis, NONE) for axis in axes]
+        body.append([*start, cell.mode, *(_estimate(gain, ".3f") for gain in gains)])
+    note = (
+        "Simulated speed, measured penalty: the speed-up comes from the schedule simulator (backward = 2 forward, "
+        "equal stages, free links and updates) over the fastest synchronous schedule that keeps no more "
+        "activations; it is divided by the token penalty above. Flushed updates of a synchronous start or "
+        "finish run at the speed of 1F1B. Above 1, asynchrony pays."
+    )
+    return [Table(header, body, title="Net gain (simulated)", note=note)]
+
+
+def grid_tables(cells: Sequence[Cell], layout: Layout) -> list[Table]:
+    """Loss by value of each tuned axis."""
+    found = []
+    for position, axis in enumerate(layout.best):
+        values = list(
+            dict.fromkeys(cell.chosen[position][1] for cell in cells if len(cell.chosen) > position)
+        )
+        values.sort(key=_sort_key)
+        rows: dict[tuple[str, ...], dict[str, str]] = {}
+        axes = _axes(cells)
+        for cell in cells:
+            if len(cell.chosen) <= position:
+                continue
+            labels = dict(cell.group)
+            rest = tuple(label for other, label in cell.chosen if other != axis)
+            place = (*(labels.get(name, NONE) for name in axes), cell.mode, *rest)
+            text = "failed" if cell.mean is None else f"{cell.mean:.4f} ({len(cell.results)})"
+            rows.setdefault(place, {})[cell.chosen[position][1]] = text
+        others = [other for other in layout.best if other != axis]
+        body = [[*place, *(row.get(value, "") for value in values)] for place, row in rows.items()]
+        note = "Mean validation loss (seeds)."
+        found.append(Table([*axes, layout.mode, *others, *values], body, title=f"By {axis}", note=note))
+    return found
+
+
+def runs_table(points: Sequence[Point], results: Mapping[str, Result]) -> Table:
+    """Every run, so that each number above can be traced to its folder or its line of the export."""
+    axes = list(dict.fromkeys(axis for point in points for axis in point.labels))
+    header = [*axes, "loss", "tokens", "tokens/s", "seconds", "skipped", "run", "problem"]
+    body = []
+    for point in points:
+        result = results.get(point.digest)
+        if result is None:
+            continue
+        labels = [point.labels.get(axis, "") for axis in axes]
+        loss = "" if result.loss is None else f"{result.loss:.6f}"
+        speed = "" if result.tokens_per_second is None else f"{result.tokens_per_second:.0f}"
+        row = [loss, f"{result.tokens:.0f}", speed, f"{result.seconds:.1f}", str(result.skipped), result.run]
+        body.append([*labels, *row, result.failed.partition("\n")[0]])
+    return Table(header, body, title="Runs")
+
+
+def markdown(study: Study, found: Sequence[Table], notes: Sequence[str]) -> str:
+    parts = [f"# {study.name}\n"]
+    if study.about:
+        parts.append(f"{study.about}\n")
+    for table in found:
+        parts.append(f"## {table.title}\n")
+        parts.append(pipes(table))
+        if table.note:
+            parts.append(f"\n{table.note}\n")
+    parts += [f"- {note}" for note in notes]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def as_csv(cells: Sequence[Cell], layout: Layout) -> str:
+    """The loss table as plain numbers, one column each."""
+    axes = _axes(cells)
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    estimates = [
+        f"{name}{part}" for name in ("gap", "recovered", "penalty") for part in ("", "_low", "_high")
+    ]
+    writer.writerow(
+        [
+            *axes,
+            layout.mode,
+            *layout.best,
+            "seeds",
+            "failed",
+            "mean",
+            "standard_error",
+            *estimates,
+            "extrapolated",
+        ]
+    )
+    for cell in cells:
+        labels, chosen = dict(cell.group), dict(cell.chosen)
+        numbers = [cell.mean, cell.error]
+        for estimate in (cell.gap, cell.recovered, cell.penalty):
+            around = (estimate.interval if estimate else None) or (None, None)
+            numbers += [estimate.value if estimate else None, *around]
+        start = [*(labels.get(axis, "") for axis in axes), cell.mode]
+        start += [
+            *(chosen.get(axis, "") for axis in layout.best),
+            str(len(cell.results)),
+            str(len(cell.failed)),
+        ]
+        plain = ["" if value is None else f"{value:.6g}" for value in numbers]
+        writer.writerow([*start, *plain, int(cell.extrapolated)])
+    return file.getvalue()
+
+
+def table_csv(table: Table) -> str:
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows([table.header, *table.rows])
+    return file.getvalue()
+
+
+def _axes(cells: Sequence[Cell]) -> list[str]:
+    return list(dict.fromkeys(axis for cell in cells for axis, _ in cell.group))
+
+
+def _error(error: float | None) -> str:
+    return "" if error is None else f" ± {error:.4f}"
+
+
+def _estimate(estimate: Estimate | None, form: str) -> str:
+    if estimate is None:
+        return NONE
+    if estimate.interval is None:
+        return f"{estimate.value:{form}}"
+    low, high = estimate.interval
+    return f"{estimate.value:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def _percent(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return NONE
+    if estimate.interval is None:
+        return f"{100 * estimate.value:.0f} %"
+    low, high = estimate.interval
+    return f"{100 * estimate.value:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
+
+
+def pipes(table: Table) -> str:
+    """A table in Markdown."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    return "\n".join(
+        [line(table.header), line(["---"] * len(table.header)), *(line(row) for row in table.rows)]
+    )
+
+
+def _sort_key(label: str) -> tuple[float, str]:
+    try:
+        return float(label), label
+    except ValueError:
+        return float("inf"), label
