@@ -1,9 +1,9 @@
 """Jobs for worker processes: the engine on real ranks, over the tiny models."""
 
 import torch
-from pipeline import tiny
 from torch.distributed.pipelining import PipelineStage
 
+from pipeline import tiny
 from slipstream import Schedule2BW
 
 M = 4

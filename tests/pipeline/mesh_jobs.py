@@ -2,9 +2,9 @@
 
 import torch
 import torch.distributed as dist
-from pipeline import tiny
 from torch.distributed.pipelining import PipelineStage
 
+from pipeline import tiny
 from slipstream import Schedule2BW
 
 M, GROUPS = 4, 8

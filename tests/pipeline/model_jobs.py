@@ -3,10 +3,10 @@
 import copy
 
 import torch
-from pipeline import tiny
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
+from pipeline import tiny
 from slipstream import Emulator, Schedule2BW
 
 M, GROUPS = 4, 6

@@ -8,7 +8,8 @@ from slipstream.schedule import Costs, build, simulate
 
 def fraction_of_bound(stages, m, in_flight, latency):
     timeline = simulate(
-        build("pipedream_2bw", stages, m, 6, in_flight=in_flight), Costs(forward=0.01, backward=0.02, latency=latency)
+        build("pipedream_2bw", stages, m, 6, in_flight=in_flight),
+        Costs(forward=0.01, backward=0.02, latency=latency),
     )
     return m * 0.03 / timeline.time_per_update
 

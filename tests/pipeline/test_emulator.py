@@ -49,7 +49,7 @@ def test_clipping_equals_torch():
         model, [tiny.batch(g) for g in range(GROUPS)], M, tiny.loss_fn, tiny.momentum, clip=0.05
     )
     free, _ = emulate(copy.deepcopy(model), tiny.momentum)
-    losses, emulator = emulate(model, tiny.momentum, max_grad_norm=0.05)
+    losses, _ = emulate(model, tiny.momentum, max_grad_norm=0.05)
     assert losses == pytest.approx(expected, rel=1e-5)
     assert losses[-1] != pytest.approx(free[-1], rel=1e-3), "the clip must have bitten"
 
@@ -107,7 +107,7 @@ def test_stages_with_delays_of_their_own():
 
 def test_tied_weights_stay_equal_and_match_the_shared_parameter():
     shared = tiny.Model()
-    expected, master = reference.train(
+    expected, _ = reference.train(
         shared, [tiny.batch(g) for g in range(GROUPS)], M, tiny.loss_fn, tiny.adamw, clip=0.5
     )
     losses, emulator = emulate(tiny.Model(), tiny.adamw, max_grad_norm=0.5)
@@ -185,7 +185,7 @@ def test_paci_mismatch_gives_the_backward_newer_weights():
     )
     a, b = (p.weight.detach().clone() for p in parts)
     old = (a, b)
-    for g in range(4):
+    for _ in range(4):
         x, y = torch.randn(2, 3), torch.randn(2, 3)
         emulator.step(x, y)
         grad_b = y.T @ (x @ old[0].T)

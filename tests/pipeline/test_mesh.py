@@ -34,6 +34,14 @@ def test_two_by_two_matches_two_stages(pool, single, mode):
         assert torch.equal(results[2]["weights"][name], weight), "replicas over the data axis stay equal"
 
 
+def test_muon_over_fsdp_equals_muon_alone(pool):
+    """The exchange of its matrices runs in the slack, beside FSDP2's own gathers."""
+    expected = whole(pool.run("pipeline.mesh_jobs:train", 2, "plain", "muon", ranks=2))
+    found = whole(pool.run("pipeline.mesh_jobs:train", 2, "fsdp", "muon", ranks=4))
+    for name, weight in expected.items():
+        assert (found[name] - weight).norm() / weight.norm() < 1e-6, name
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_sharded_optimizer_equals_the_replicated_one(pool, optimizer):
     plain = pool.run("pipeline.mesh_jobs:train", 2, "plain", optimizer, ranks=4)

@@ -4,9 +4,9 @@ import time
 
 import pytest
 import torch
+
 from pipeline import tiny
 from pipeline.jobs import M
-
 from slipstream import Emulator, StageError, UserError, merge_states
 from slipstream.schedule.generate import build
 

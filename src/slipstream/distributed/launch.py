@@ -170,16 +170,16 @@ def _collect(workers: Sequence[_Worker], timeout: float | None) -> list[Any]:
             try:
                 outcome, value = receive(connection)
             except (EOFError, OSError):
-                outcome, value = "died", None
+                lost = StageError(f"Rank {rank} {workers[rank].ended()} before it finished.")
+                outcome, value = "died", (lost, "")
             if outcome == "result":
                 results[rank] = value
                 continue
-            if outcome == "died":
-                value = (StageError(f"Rank {rank} {workers[rank].ended()} before it finished."), "")
             if not failures:
                 grace = time.monotonic() + GRACE_SECONDS
                 deadline = grace if deadline is None else min(deadline, grace)
-            failures.append(_Failure(outcome, *value))
+            error, traceback = value
+            failures.append(_Failure(outcome, error, traceback))
     for rank in waiting.values():  # still running after the deadline
         workers[rank].kill()
     if failures:

@@ -36,7 +36,9 @@ def main(descriptor: int) -> None:
             listener = socket.create_server(("127.0.0.1", 0))
             send(connection, listener.getsockname()[1])
             continue
-        answer = _perform(*message, None if listener is None else listener.detach())
+        name, args, kwargs, rank, ranks, port = message
+        meeting = None if listener is None else listener.detach()
+        answer = _perform(name, args, kwargs, rank, ranks, port, meeting)
         listener = None
         with contextlib.suppress(OSError):
             _answer(connection, answer)

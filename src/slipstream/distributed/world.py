@@ -79,8 +79,12 @@ def initialise(
     else:
         assert port is not None
         _choose_device(rank)
-        options = {"master_listen_fd": listener} if listener is not None else {}
-        server = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, **options)
+        if listener is None:
+            server = dist.TCPStore("127.0.0.1", port, is_master=False)
+        else:
+            server = dist.TCPStore(
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener
+            )
         store = dist.PrefixStore("slipstream", server)
         dist.init_process_group(_backend(size), store=store, rank=rank, world_size=size, timeout=timeout)
         world = World(rank, size, rank, store)

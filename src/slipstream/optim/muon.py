@@ -29,7 +29,7 @@ from torch.optim.adamw import adamw
 
 from slipstream.errors import UserError
 from slipstream.optim.newton_schulz import STEPS
-from slipstream.optim.sharded import Batch, Wait, local, orthogonal
+from slipstream.optim.sharded import Batch, Wait, exchange_groups, local, orthogonal
 from slipstream.optim.velocity import adam_velocity, groups_and_states
 from slipstream.torch_private import add_, lerp_, mul_
 
@@ -84,6 +84,8 @@ class Muon(Optimizer):
                     )
                 if parameter.requires_grad:
                     self._state_of(group, parameter)
+        matrices = [p for group in self.param_groups if group["algorithm"] == "muon" for p in group["params"]]
+        self._groups = exchange_groups(matrices)
 
     def _state_of(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
@@ -137,7 +139,7 @@ class Muon(Optimizer):
             else:
                 out.copy_(grads[i])
 
-        for item in orthogonal(params, fill, group["steps"]):
+        for item in orthogonal(params, fill, group["steps"], self._groups):
             if not isinstance(item, Batch):
                 yield item
                 continue
@@ -182,7 +184,7 @@ class Muon(Optimizer):
         def fill(k: int, out: Tensor) -> None:
             out.copy_(local(pairs[matrices[k]][1]["momentum_buffer"]))
 
-        for item in orthogonal([params[i] for i in matrices], fill, STEPS):
+        for item in orthogonal([params[i] for i in matrices], fill, STEPS, self._groups):
             if not isinstance(item, Batch):
                 item.wait()
                 continue

@@ -42,8 +42,28 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+Groups = dict[dist.ProcessGroup, dist.ProcessGroup]  # of a mesh -> the one its exchanges use
+
+
+def exchange_groups(params: Sequence[Tensor]) -> Groups:
+    """A process group of our own for every mesh that shards a matrix; all its ranks must call this together.
+
+    An exchange may start on one rank before a microbatch and on another after it, and FSDP2 gathers weights
+    in each microbatch: on one group their order would differ between ranks, which deadlocks.
+    """
+    groups: Groups = {}
+    for parameter in params:
+        axis = _shard_axis(parameter)
+        if axis is not None and axis[0] not in groups:
+            ranks = dist.get_process_group_ranks(axis[0])
+            own = dist.new_group(ranks, backend=dist.get_backend(axis[0]), use_local_synchronization=True)
+            assert isinstance(own, dist.ProcessGroup)
+            groups[axis[0]] = own
+    return groups
+
+
 def orthogonal(
-    params: Sequence[Tensor], fill: Callable[[int, Tensor], None], steps: int
+    params: Sequence[Tensor], fill: Callable[[int, Tensor], None], steps: int, groups: Groups
 ) -> Iterator[Wait | Batch]:
     """Orthogonalise one tensor for each of `params`; `fill(i, out)` writes the local part of tensor i."""
     shards: dict[tuple[dist.ProcessGroup, torch.dtype], list[int]] = {}
@@ -53,7 +73,7 @@ def orthogonal(
         if axis is None:
             whole.append(i)
         else:
-            shards.setdefault((axis[0], compute_dtype(parameter)), []).append(i)
+            shards.setdefault((groups[axis[0]], compute_dtype(parameter)), []).append(i)
     exchanges = [
         (own, Exchange([params[i] for i in own], lambda k, out, own=own: fill(own[k], out), group, dtype))
         for (group, dtype), own in shards.items()

@@ -20,7 +20,7 @@ class Accumulator:
 
     def __init__(self, master: Replica) -> None:
         self._dtypes = [p.dtype for p in master.parameters]
-        self._wide: list[Tensor | None] | None = None
+        self._wide: dict[int, Tensor] = {}
 
     def add(self, replica: Replica) -> None:
         """After the backward of a microbatch that read `replica`."""
@@ -31,14 +31,12 @@ class Accumulator:
         ]
         if not narrow:
             return
-        if self._wide is None:
-            self._wide = [None] * len(self._dtypes)
         sums, terms = [], []
         for i in narrow:
             grad, replica.parameters[i].grad = replica.parameters[i].grad, None
             if grad is None:
                 continue
-            if (wide := self._wide[i]) is None:
+            if (wide := self._wide.get(i)) is None:
                 self._wide[i] = local(grad).to(self._dtypes[i])
             else:
                 sums.append(wide)
@@ -48,10 +46,9 @@ class Accumulator:
 
     def take(self, replica: Replica) -> Gradients:
         """The group's gradients; what follows starts from nothing."""
-        wide = self._wide or [None] * len(self._dtypes)
-        self._wide = None
+        wide, self._wide = self._wide, {}
         grads: Gradients = []
         for i, parameter in enumerate(replica.parameters):
             grad, parameter.grad = parameter.grad, None
-            grads.append(local(grad) if grad is not None else wide[i])
+            grads.append(local(grad) if grad is not None else wide.get(i))
         return grads

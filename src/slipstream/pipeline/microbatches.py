@@ -16,9 +16,7 @@ Microbatch = tuple[tuple, dict[str, Any], Any]  # positional arguments, keyword 
 
 def split(args: tuple, kwargs: dict[str, Any], target: Any, count: int) -> list[Microbatch]:
     """Equal microbatches. Tensors are cut along dimension 0; everything else goes to each microbatch as it is."""
-    leaves = [
-        leaf for leaf in tree_leaves((args, kwargs, target)) if isinstance(leaf, Tensor) and leaf.ndim
-    ]
+    leaves = [leaf for leaf in tree_leaves((args, kwargs, target)) if isinstance(leaf, Tensor) and leaf.ndim]
     rows = {leaf.shape[0] for leaf in leaves}
     if len(rows) > 1:
         raise UserError(f"The tensors of one group have different numbers of rows: {sorted(rows)}.")
@@ -42,7 +40,7 @@ def split(args: tuple, kwargs: dict[str, Any], target: Any, count: int) -> list[
 def merged(outputs: Sequence[Any]) -> Any:
     """The outputs of all microbatches as one batch."""
     if isinstance(outputs[0], Tensor):
-        return torch.cat([o for o in outputs]) if outputs[0].ndim else torch.stack(list(outputs))
+        return torch.cat(list(outputs)) if outputs[0].ndim else torch.stack(list(outputs))
     if isinstance(outputs[0], tuple):
         return tuple(merged([o[i] for o in outputs]) for i in range(len(outputs[0])))
     return list(outputs)

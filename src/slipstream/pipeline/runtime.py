@@ -382,7 +382,7 @@ class Schedule2BW:
     def _guarded(self) -> Iterator[None]:
         if self._failed is not None:
             raise UserError(
-                f"This schedule failed before ({self._failed}) and cannot go on. Make a new one and load the last state."
+                f"This schedule failed before ({self._failed}) and cannot go on. Make a new one and load a state."
             )
         try:
             yield
@@ -449,7 +449,7 @@ def _named_ties(
     for group in shared:
         key = next((key for key, local in ties.items() if set(local) & set(group)), f"shared {group[0]}")
         ties[key] = sorted({*ties.get(key, []), *group}, key=[*group, *ties.get(key, [])].index)
-    return {key: local for key, local in ties.items()}
+    return ties
 
 
 def _as_list(output: Any) -> list[Tensor]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,13 @@ from slipstream.pipeline.versions import Target, Versions
 from slipstream.torch_private import copy_, mark_stepped, mul_, norms
 
 RECENT_GROUPS = 64  # how many groups back norms and skips can be asked for
+
+
+@runtime_checkable
+class InParts(Protocol):
+    """An optimizer that hands out what its step waits for (sharded matrices under way) instead of blocking."""
+
+    def step_in_parts(self) -> Iterator[Wait]: ...
 
 
 class Updater:
@@ -148,7 +155,7 @@ class Updater:
             for target in versions.targets(group + 1):
                 publishing.append((versions, target, self._previous(versions, target) if finite else None))
         if finite:
-            self._step(group, grads, norm)
+            yield from self._step(group, grads, norm)
         else:
             self.skipped += 1
             self._values.pop(group)
@@ -175,7 +182,7 @@ class Updater:
         copy_(old, [weights[i] for i in versions.owned])
         return old
 
-    def _step(self, group: int, grads: Gradients, norm: float) -> None:
+    def _step(self, group: int, grads: Gradients, norm: float) -> Iterator[Wait]:
         if self.max_grad_norm is not None:
             factor = self.max_grad_norm / (norm + 1e-6)
             if factor < 1.0:
@@ -188,8 +195,15 @@ class Updater:
         for entry, values in zip(self.optimizer.param_groups, recorded, strict=True):
             entry.update({key: value for key, value in values.items() if key not in self._own_keys})
         before = [dict(entry) for entry in self.optimizer.param_groups]
-        with torch.no_grad():
-            self.optimizer.step()
+        rest: Iterator[Wait] = iter(())
+        if isinstance(self.optimizer, InParts):
+            # Gradients and hyperparameters are taken at the first part, so the live values return at once.
+            rest = self.optimizer.step_in_parts()
+            first = next(rest, None)
+        else:
+            first = None
+            with torch.no_grad():
+                self.optimizer.step()
         for entry, start, now in zip(self.optimizer.param_groups, before, live, strict=True):
             for key in list(entry):
                 if key == "params":
@@ -198,6 +212,9 @@ class Updater:
                     self._own_keys.add(key)  # a step counter, say: the optimizer's own business
                 elif key in now and key not in self._own_keys:
                     entry[key] = now[key]
+        if first is not None:
+            yield first
+        yield from rest
         for index in self.peers.owned:
             self.parameters[index].grad = None
 

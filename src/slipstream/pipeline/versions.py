@@ -158,7 +158,8 @@ def split_shared(module: nn.Module) -> list[list[str]]:
         for name in shared[1:]:
             path, _, leaf = name.rpartition(".")
             twin = nn.Parameter(original.detach().clone(), requires_grad=original.requires_grad)
-            twin.__dict__.update(original.__dict__)  # markers such as a parameter's role
+            for marker, value in vars(original).items():  # such as a parameter's role
+                setattr(twin, marker, value)
             setattr(module.get_submodule(path), leaf, twin)
     return ties
 
