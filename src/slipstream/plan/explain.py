@@ -3,7 +3,7 @@
 Lost time of a layout, in seconds per update (they add up to the predicted time):
 
     ideal       all devices busy with forwards and backwards, perfectly balanced
-    imbalance   the slowest rank's excess over the mean
+    imbalance   the busiest rank's excess over the mean
     recompute   activation checkpointing
     update      the optimizer's step on the rank
     waiting     fill and drain, links, reductions that could not be hidden
@@ -17,7 +17,7 @@ from typing import Any
 
 from slipstream.errors import UserError
 from slipstream.plan.layout import Layout, Plan, describe
-from slipstream.plan.throughput import rank_sums
+from slipstream.plan.throughput import rank_pairs, rank_sums
 
 RUNNABLE = {  # planner's name -> pipeline.schedule
     "pipedream_2bw": "2bw", "1f1b": "1f1b", "gpipe": "gpipe", "interleaved_1f1b": "interleaved_1f1b",
@@ -27,19 +27,19 @@ RUNNABLE = {  # planner's name -> pipeline.schedule
 
 def losses(layout: Layout) -> dict[str, float]:
     """Where the seconds of an update go."""
-    shape, times = layout.shape, layout.times
-    pairs = rank_sums([f + b for f, b in zip(times.forward, times.backward, strict=True)], shape)
-    recompute = sum(times.forward) / shape.stages if shape.checkpointing else 0.0
-    mean = sum(pairs) / shape.stages
-    update = max(rank_sums(times.update, shape))
-    m = shape.microbatches
-    parts = {
-        "ideal": m * (mean - recompute),
-        "imbalance": m * (max(pairs) - mean),
-        "recompute": m * recompute,
+    shape, times, m = layout.shape, layout.times, layout.shape.microbatches
+    pairs = rank_pairs(times, shape)
+    updates = rank_sums(times.update, shape)
+    recompute = m * sum(times.forward) / shape.stages if shape.checkpointing else 0.0
+    work, update = m * sum(pairs) / shape.stages, sum(updates) / shape.stages
+    busiest = max(m * pair + own for pair, own in zip(pairs, updates, strict=True))
+    return {
+        "ideal": work - recompute,
+        "imbalance": busiest - work - update,
+        "recompute": recompute,
         "update": update,
+        "waiting": max(0.0, layout.speed.seconds - busiest),
     }
-    return {**parts, "waiting": max(0.0, layout.speed.seconds - sum(parts.values()))}
 
 
 def explain(plan: Plan) -> list[str]:

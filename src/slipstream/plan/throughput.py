@@ -12,20 +12,21 @@ The simulator is given the rest: `update` occupies the rank, `update_latency` de
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2
 
 from slipstream.plan.devices import Device
 from slipstream.plan.memory import Precision
 from slipstream.plan.parts import Model, Part, stage_parts, stage_seconds
 from slipstream.schedule.costs import Costs
-from slipstream.schedule.generate import GENERATORS
-from slipstream.schedule.steady import steady
+from slipstream.schedule.generate import GENERATORS, build
+from slipstream.schedule.simulate import simulate
 
 UPDATE_BYTES = {
     "muon": 34,
     "adamw": 38,
 }  # memory traffic of a step per parameter: gradient, master, state, bank
+MOST_ACTIONS = 40_000  # simulated at once: about a tenth of a second
 BUBBLE = {  # fill and drain in units of the sum over the other stages' forward and backward
     "gpipe": 1.0, "1f1b": 1.0, "interleaved_1f1b": 0.5, "zb_h1": 1 / 3, "zbv": 1 / 6, "dualpipev": 1 / 6,
 }  # fmt: skip
@@ -182,16 +183,56 @@ class Speed:
 
 
 def simulated(times: StageTimes, shape: Shape, jitter: float = 0.0) -> Speed:
-    """Steady state of the schedule under these times."""
+    """Steady state of the schedule under these times, from the simulator."""
+    given = costs(times, shape, jitter)
+    busy = [
+        shape.microbatches * pair + update
+        for pair, update in zip(rank_pairs(times, shape), rank_sums(times.update, shape), strict=True)
+    ]
+    if _actions(shape, shape.microbatches) <= MOST_ACTIONS:
+        seconds = _period(shape, shape.microbatches, given)
+    else:
+        seconds = max(max(busy), _extrapolated(shape, given))
+    return Speed(seconds, max(0.0, 1.0 - sum(busy) / shape.stages / seconds))
+
+
+def _actions(shape: Shape, microbatches: int) -> int:
+    return 3 * shape.model_stages * microbatches * _groups(shape)
+
+
+def _groups(shape: Shape) -> int:
+    return 6 if shape.asynchronous else 2  # a barrier ends every synchronous group: all are alike
+
+
+def _period(shape: Shape, microbatches: int, given: Costs) -> float:
     options = {"in_flight": shape.in_flight} if shape.in_flight is not None else {}
-    figures = steady(shape.schedule, shape.stages, shape.microbatches, costs(times, shape, jitter), **options)
-    return Speed(figures.time_per_update, figures.bubble_fraction)
+    schedule = build(shape.schedule, shape.stages, microbatches, _groups(shape), **options)
+    return simulate(schedule, given).time_per_update
+
+
+def _extrapolated(shape: Shape, given: Costs) -> float:
+    """Affine in m beyond the m that can be simulated quickly, whose slope no start-up effect bends any more.
+
+    An asynchronous update whose chain is longer than its slack paces short groups but not long ones, so the
+    pace without the chain is extrapolated too, and the slower one counts.
+    """
+    p, m = shape.stages, shape.microbatches
+    large = max(MOST_ACTIONS // _actions(shape, 1), 4 * p)
+    large -= (large - m) % p  # m - large is a multiple of P: the schedules repeat with that period
+    if large >= m:
+        return _period(shape, m, given)
+    runs = [given, replace(given, update_latency=0.0)] if shape.asynchronous else [given]
+    found = []
+    for run in runs:
+        small, big = (_period(shape, count, run) for count in (large - p, large))
+        found.append(big + (m - large) * (big - small) / p)
+    return max(found)
 
 
 def estimate(times: StageTimes, shape: Shape) -> float:
     """Seconds per update in closed form: exact for equal stages and free links, else within a few percent."""
     p, m = shape.stages, shape.microbatches
-    pairs = rank_sums([f + b for f, b in zip(times.forward, times.backward, strict=True)], shape)
+    pairs = rank_pairs(times, shape)
     slowest = max(pairs)
     hop = sum(times.network.link_latency) / max(1, p - 1) + times.message_bytes / times.network.link_bandwidth
     deep = shape.in_flight is not None and shape.in_flight > p
@@ -204,6 +245,11 @@ def estimate(times: StageTimes, shape: Shape) -> float:
         return steady_part + update + max(0.0, latency - slack)
     bubble = BUBBLE[shape.schedule] * (sum(pairs) - slowest) + 2 * (p - 1) * hop
     return steady_part + bubble + update + latency
+
+
+def rank_pairs(times: StageTimes, shape: Shape) -> list[float]:
+    """Seconds of one microbatch's forward and backward on each rank."""
+    return rank_sums([f + b for f, b in zip(times.forward, times.backward, strict=True)], shape)
 
 
 def rank_sums(values: Sequence[float], shape: Shape) -> list[float]:

@@ -1,0 +1,63 @@
+"""The command: JSON alone on stdout, a table and a TOML for people, errors without a traceback, no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from slipstream.cli import main
+
+ARGUMENTS = [
+    "plan",
+    "--model",
+    "smollm2-360m",
+    "--devices",
+    "8",
+    "--batch-tokens",
+    "256k",
+    "--sequence",
+    "2048",
+]
+
+
+def run(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main([*ARGUMENTS, *arguments])
+    assert not leaving.value.code
+
+
+def test_json_is_alone_on_stdout(capsys):
+    run("--json")
+    captured = capsys.readouterr()
+    tree = json.loads(captured.out)
+    assert tree["devices"] == 8
+    assert captured.err == ""
+
+
+def test_the_terminal_shows_table_reasons_picture_and_toml(capsys, tmp_path):
+    run("--stages", "4", "--toml", str(tmp_path / "run.toml"))
+    text = capsys.readouterr().out
+    for word in ("schedule", "tok/s", "2bw", "delay", "Memory: rank", "To run it", "[pipeline]", "stage 0"):
+        assert word in text
+    assert tomllib.loads((tmp_path / "run.toml").read_text())["pipeline"]["stages"] == 4
+
+
+def test_a_mistake_is_one_message_and_exit_code_2(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main([*ARGUMENTS, "--model", "smollm2-36m"])
+    assert leaving.value.code == 2
+    assert "smollm2-360m" in capsys.readouterr().err
+
+
+def test_planning_never_imports_torch():
+    program = (
+        "import sys; from slipstream.cli import main\n"
+        f"try:\n    main({ARGUMENTS!r} + ['--json'])\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=120)

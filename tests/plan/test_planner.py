@@ -1,0 +1,205 @@
+"""The search: what it returns always fits and adds up; bad input gets the nearest layout that works."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+
+import pytest
+
+from slipstream.errors import UserError
+from slipstream.models.sizes import preset
+from slipstream.plan.devices import GIB, Cluster, find_device
+from slipstream.plan.explain import break_even_batch, explain, losses, parse_count, to_json, to_toml
+from slipstream.plan.layout import Job
+from slipstream.plan.penalty import Penalty
+from slipstream.plan.planner import plan
+
+
+def job(
+    model: str = "smollm2-1.7b", devices: int = 8, device: str = "a100-40g", batch: int = 2**20, **rest
+) -> Job:
+    return Job(preset(model), Cluster(find_device(device), devices), batch, 2048, **rest)
+
+
+@pytest.fixture(scope="module")
+def result():
+    return plan(job())
+
+
+def test_the_10b_moe_on_64_devices_is_planned_in_under_ten_seconds():
+    began = time.perf_counter()
+    found = plan(job("moe-10b", 64, "h100", 4 * 2**20))
+    assert time.perf_counter() - began < 10
+    assert found.considered > 500
+
+
+def test_every_layout_fits_keeps_the_batch_and_uses_all_devices(result):
+    room = result.job.cluster.device.room_bytes
+    for layout in result.layouts:
+        shape = layout.shape
+        assert shape.stages * shape.data_ranks == 8
+        assert shape.data_ranks * shape.microbatches * shape.microbatch_size == result.job.sequences
+        assert layout.memory_bytes <= room
+        assert [layer for part in layout.cut for layer in part] == list(range(24))
+        assert len(layout.cut) == shape.model_stages
+        assert shape.stages == 1 or shape.microbatches >= shape.stages
+
+
+def test_ranking_is_by_time_to_loss_and_both_kinds_are_there(result):
+    scores = [layout.score for layout in result.layouts]
+    assert scores == sorted(scores, reverse=True)
+    assert {layout.delay for layout in result.layouts} == {0, 1}
+    assert result.net_gain(result.best_synchronous) == 1.0
+    asynchronous = result.best_asynchronous
+    assert asynchronous.score == pytest.approx(asynchronous.tokens_per_second / result.penalty.penalty)
+
+
+def test_a_larger_penalty_never_helps_asynchrony(result):
+    table = (Penalty("muon", "error_feedback", 2.0, 1e6, 1e9),)
+    worse = plan(job(penalties=table))
+    assert not worse.best.shape.asynchronous
+    assert "does not pay" in explain(worse)[0]
+    ratio = worse.net_gain(worse.best_asynchronous) / result.net_gain(result.best_asynchronous)
+    assert ratio == pytest.approx(result.penalty.penalty / 2.0)
+
+
+def test_asynchrony_pays_where_stages_are_many_and_microbatches_few():
+    free = (Penalty("muon", "error_feedback", 1.0, 1e6, 1e9),)
+    few = plan(job(stages=8, microbatch_size=1, batch=2**15, penalties=free))
+    assert few.best.shape.asynchronous
+    assert "Asynchrony pays" in explain(few)[0]
+    many = plan(job(stages=8, microbatch_size=1, batch=2**21, penalties=free))
+    assert few.net_gain(few.best_asynchronous) > many.net_gain(many.best_asynchronous)
+
+
+def test_memory_per_device_falls_with_more_stages():
+    held = [plan(job(schedule="1f1b", stages=p, microbatch_size=1)).best.memory_bytes for p in (2, 4, 8)]
+    assert held == sorted(held, reverse=True)
+
+
+def test_more_jitter_is_slower():
+    calm, rough = (
+        plan(
+            replace(
+                job(schedule="2bw", stages=4, microbatch_size=2),
+                cluster=Cluster(find_device("a100-40g"), 8, j),
+            )
+        )
+        for j in (0.0, 0.3)
+    )
+    assert rough.best.tokens_per_second < calm.best.tokens_per_second
+
+
+def test_lost_time_adds_up(result):
+    for layout in result.layouts:
+        spent = losses(layout)
+        assert sum(spent.values()) == pytest.approx(layout.speed.seconds, rel=1e-9)
+        assert min(spent.values()) >= 0
+
+
+def test_break_even_batch_is_where_both_times_meet():
+    found = plan(job(stages=8, batch=2**17))
+    asynchronous, synchronous = found.best_asynchronous, found.best_synchronous
+    slow = replace(asynchronous, penalty=1.05)
+    batch = break_even_batch(slow, synchronous, 2**17)
+    assert batch is not None
+
+    def seconds(layout, tokens):
+        spent = losses(layout)
+        fixed = spent["update"] + spent["waiting"]
+        return fixed + (layout.speed.seconds - fixed) * tokens / 2**17
+
+    assert 1.05 * seconds(slow, batch) == pytest.approx(seconds(synchronous, batch))
+
+
+def test_the_toml_of_a_plan_is_a_valid_run(result, tmp_path):
+    config = pytest.importorskip("slipstream.config")
+    for layout in result.layouts:
+        text = to_toml(result, layout, "smollm2-1.7b")
+        if text is None:
+            assert layout.shape.schedule in ("zb_h1", "dualpipev")
+            continue
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+        loaded = config.load(path)
+        assert loaded.tokens_per_step == result.job.batch_tokens
+        assert loaded.pipeline.stages == layout.shape.stages
+
+
+def test_json_holds_every_figure(result):
+    import json
+
+    tree = json.loads(json.dumps(to_json(result, "smollm2-1.7b")))
+    first = tree["layouts"][0]
+    assert first["memory_bytes"] == max(rank["total"] for rank in first["memory"])
+    for key in ("net_gain", "tokens_per_second", "mfu", "idle", "delay", "boundaries"):
+        assert key in first
+
+
+def test_forced_m_below_p_names_the_law_and_a_layout_that_works():
+    with pytest.raises(
+        UserError, match=r"4 microbatches cannot fill 8 stages.*nearest layout that works: "
+    ) as caught:
+        plan(job(schedule="2bw", stages=8, microbatches=4))
+    found = re.search(r"P=(\d+), D=(\d+), m=(\d+)", str(caught.value))
+    assert found
+    stages, ranks, microbatches = map(int, found.groups())
+    assert stages * ranks == 8
+    assert microbatches >= stages
+    assert plan(job(stages=stages, microbatches=microbatches)).layouts
+
+
+@pytest.mark.parametrize(
+    ("forced", "words"),
+    [
+        ({"stages": 5}, "5 stages do not divide 8 devices"),
+        ({"stages": 32, "schedule": "1f1b"}, "32 stages do not divide"),
+        ({"microbatches": 7}, "nearest layout that works"),
+        ({"microbatch_size": 3}, "nearest layout that works"),
+        ({"schedule": "1f1bb"}, "Did you mean '1f1b'"),
+    ],
+)
+def test_other_impossible_wishes(forced, words):
+    with pytest.raises(UserError, match=words):
+        plan(job(**forced))
+
+
+def test_a_model_that_cannot_fit_says_what_it_needs_and_what_would_do():
+    with pytest.raises(UserError, match=r"do not fit on 2 x a100-40g.*needs [\d.]+ GiB per device") as caught:
+        plan(job("moe-10b", 2))
+    devices = re.search(r"nearest that works: (\d+) devices", str(caught.value))
+    assert devices
+    assert plan(job("moe-10b", int(devices.group(1)))).layouts
+
+
+def test_no_memory_figure_is_an_error():
+    device = replace(find_device("h100"), memory_bytes=None)
+    with pytest.raises(UserError, match="no memory figure"):
+        plan(Job(preset("cpu-default"), Cluster(device, 2), 4096, 128))
+
+
+def test_a_batch_that_is_no_whole_number_of_sequences_names_the_nearest():
+    with pytest.raises(UserError, match="--batch-tokens 1048576"):
+        Job(preset("cpu-default"), Cluster(find_device("h100"), 2), 1_048_000, 2048)
+
+
+def test_a_tight_memory_shifts_layers_off_the_full_stage():
+    roomy = plan(job(schedule="2bw", stages=4, microbatch_size=2, devices=4, device="h100"))
+    tight_memory = roomy.best.memory_bytes * 0.97 / 0.94 + GIB
+    tight = plan(replace(roomy.job, cluster=Cluster(find_device("h100", memory_bytes=tight_memory), 4)))
+    assert tight.best.memory_bytes < roomy.best.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("4M", 4 * 2**20), ("512k", 512 * 2**10), ("1_000", 1000), ("200B", 2 * 10**11)]
+)
+def test_parse_count(text, value):
+    assert parse_count(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "M", "-4", "0", "nan", "1.5", "4X"])
+def test_parse_count_refuses(text):
+    with pytest.raises(UserError, match="not a number of tokens"):
+        parse_count(text)

@@ -1,0 +1,53 @@
+"""Measuring: the arithmetic on made-up times, and one real profile on this machine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slipstream.errors import UserError
+from slipstream.models.sizes import preset
+from slipstream.plan.profile import Profile, StageSeconds, fit_line, link, timing
+
+
+@pytest.mark.parametrize(
+    ("points", "line"),
+    [
+        ({1.0: 3.0, 3.0: 7.0}, (1.0, 2.0)),
+        ({1.0: 2.0, 3.0: 6.0, 5.0: 10.0}, (0.0, 2.0)),
+        ({1.0: 5.0, 3.0: 4.0}, (4.5, 0.0)),  # noise: a larger size cannot be cheaper
+        ({1.0: 1.0, 3.0: 5.0}, (0.0, 1.6)),  # noise: a call cannot cost less than nothing
+    ],
+)
+def test_fit_line(points, line):
+    assert fit_line(points) == pytest.approx(line)
+
+
+def test_timing_and_link_from_known_times():
+    made = timing({size: StageSeconds(0.1 + size, 0.2 + 2 * size, 0.5) for size in (1, 3)})
+    assert made.forward(4) == pytest.approx(4.1)
+    assert made.backward(4) == pytest.approx(8.2)
+    assert made.update == 0.5
+    found = link({size: 1e-4 + size / 1e9 for size in (4.0, 1e5, 1e6)})
+    assert found.latency == pytest.approx(1e-4)
+    assert found.bandwidth == pytest.approx(1e9)
+
+
+def test_a_real_profile_survives_its_file(tmp_path):
+    from slipstream.cli.profile import measure_profile
+
+    profile = measure_profile(preset("cpu-default"), 64, "muon")
+    assert set(profile.timings) == {"embedding", "layer", "head"}
+    assert profile.timings["layer"].forward(2) > 0
+    assert 1e-6 < profile.link.latency < 0.1
+    profile.write(tmp_path / "p.json")
+    assert Profile.read(tmp_path / "p.json") == profile
+
+
+def test_a_file_that_is_no_profile(tmp_path):
+    with pytest.raises(UserError, match="cannot be read"):
+        Profile.read(tmp_path / "none.json")
+    (tmp_path / "p.json").write_text(json.dumps({"device": "x"}))
+    with pytest.raises(UserError, match="not a profile"):
+        Profile.read(tmp_path / "p.json")
