@@ -24,6 +24,15 @@ from torch.optim import Optimizer
 from slipstream.errors import StageError, UserError
 from slipstream.optim.corrections import Correction, build_correction
 from slipstream.pipeline import state as states
+from slipstream.pipeline.checks import (
+    as_message,
+    check_arguments,
+    check_inputs,
+    check_sharding,
+    detached,
+    named_ties,
+    shapes,
+)
 from slipstream.pipeline.depth import choose_in_flight
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.links import Links
@@ -77,7 +86,7 @@ class Schedule2BW:
         link_latency: float = 0.0,
     ) -> None:
         self._stage = read_stage(stage)
-        _check_arguments(self._stage.last, loss_fn, optimizer, n_microbatches, self._stage.count)
+        check_arguments(self._stage.last, loss_fn, optimizer, n_microbatches, self._stage.count)
         assert optimizer is not None
         self.n_microbatches = n_microbatches
         self.loss_fn = loss_fn
@@ -86,11 +95,11 @@ class Schedule2BW:
         self._choose_depth = in_flight is None and self._stage.count > 1
         module = self._stage.module
         refuse_changing_buffers(module)
-        ties = _named_ties(tied, split_shared(module), module)
+        ties = named_ties(tied, split_shared(module), module)
         self._versions = Versions(module, self._synchronous, bank_dtype=bank_dtype, prepare=prepare)
         parameters = self._versions.master.parameters
         presharded = any(isinstance(p, DTensor) for p in parameters)
-        _check_sharding(presharded, shard_optimizer, data_group)
+        check_sharding(presharded, shard_optimizer, data_group)
         names = self._versions.names
         indices = {key: [names.index(name) for name in local] for key, local in ties.items()}
         if self._stage.count == 1 and data_group is None:
@@ -191,7 +200,7 @@ class Schedule2BW:
                     loss = None if target is None else self._loss(output, microbatch[2]).detach()
                     results.append((loss, None if loss is not None else output))
                 else:
-                    self._links.send_evaluation(index, _as_list(output))
+                    self._links.send_evaluation(index, as_message(output))
             self._links.finish_sends()
         module.train(was_training)
         if not self._stage.last:
@@ -209,12 +218,12 @@ class Schedule2BW:
         with self._trace.action(Kind.FORWARD, group, index, max(group - 1, 0)):
             output = self._stage.route.run(replica.call, inputs, kwargs)
             loss = self._loss(output, target) if self._stage.last else None
-        outputs = [loss] if loss is not None else _as_list(output)
+        outputs = [loss] if loss is not None else as_message(output)
         self._flight.append(_InFlight(group, index, replica, inputs, outputs))
         if loss is None:
             self._send_activations(group, index, outputs)
             return None, None
-        return loss.detach(), _detached(output) if keep_output else None
+        return loss.detach(), detached(output) if keep_output else None
 
     def _send_activations(self, group: int, index: int, outputs: list[Tensor]) -> None:
         spec = spec_of(outputs)
@@ -223,8 +232,8 @@ class Schedule2BW:
             self._updater.tally.link_seconds = self._links.introduce(spec)
         elif spec != self._spec:
             raise UserError(
-                f"Stage {self._stage.index} returned {_shapes(spec)} for group {group}, microbatch {index}, but "
-                f"{_shapes(self._spec)} before. Every microbatch must have the same shapes: pad or drop the odd one."
+                f"Stage {self._stage.index} returned {shapes(spec)} for group {group}, microbatch {index}, but "
+                f"{shapes(self._spec)} before. Every microbatch must have the same shapes: pad or drop the odd one."
             )
         self._links.send_activations(group, index, outputs, spec)
 
@@ -394,75 +403,6 @@ class Schedule2BW:
             raise
 
     def _cut(self, args: tuple, kwargs: dict[str, Any], target: Any, losses: Any) -> list[Microbatch]:
-        stage = self._stage
         if self._failed is None:
-            if stage.first != bool(args or kwargs) and stage.first:
-                raise UserError("The first stage needs the input: step(x).")
-            if args and not stage.first:
-                raise UserError(
-                    f"Stage {stage.index} takes no input: only the first stage does. Call step()."
-                )
-            if not stage.last and (target is not None or losses is not None):
-                raise UserError(
-                    f"Stage {stage.index} of {stage.count} takes no target or losses: only the last stage does."
-                )
+            check_inputs(self._stage, args, kwargs, target is not None or losses is not None)
         return split(args, kwargs, target, self.n_microbatches)
-
-
-def _check_arguments(last: bool, loss_fn: Any, optimizer: Any, n_microbatches: int, stages: int) -> None:
-    if optimizer is None or not callable(optimizer) or isinstance(optimizer, Optimizer):
-        raise UserError(
-            "optimizer must be a callable that takes the master module and returns a torch optimizer, for example "
-            "lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3)."
-        )
-    if last and loss_fn is None:
-        raise UserError("The last stage needs loss_fn(output, target).")
-    if n_microbatches < stages:
-        raise UserError(
-            f"2BW needs at least as many microbatches as stages: n_microbatches={n_microbatches} < {stages} stages. "
-            f"Set n_microbatches to {stages} or more, or use fewer stages."
-        )
-
-
-def _check_sharding(presharded: bool, sharded: bool, data_group: ProcessGroup | None) -> None:
-    if (presharded or sharded) and data_group is None:
-        raise UserError(
-            "Sharded parameters or a sharded optimizer need data_group, the ranks that share them."
-        )
-    if presharded and sharded:
-        raise UserError(
-            "FSDP already shards the optimizer. Set shard_optimizer=False, or prepare without FSDP."
-        )
-
-
-def _named_ties(
-    tied: dict[str, str | Sequence[str]] | None, shared: list[list[str]], module: nn.Module
-) -> dict[str, list[str]]:
-    """Tied weights of this stage by name: those the user named, and those that were one Parameter."""
-    names = {name for name, _ in module.named_parameters()}
-    ties: dict[str, list[str]] = {}
-    for key, local in (tied or {}).items():
-        ties[key] = [local] if isinstance(local, str) else list(local)
-        for name in ties[key]:
-            if name not in names:
-                raise UserError(f"tied={{{key!r}: {name!r}}}: this stage has no such parameter.")
-    for group in shared:
-        key = next((key for key, local in ties.items() if set(local) & set(group)), f"shared {group[0]}")
-        ties[key] = sorted({*ties.get(key, []), *group}, key=[*group, *ties.get(key, [])].index)
-    return ties
-
-
-def _as_list(output: Any) -> list[Tensor]:
-    outputs = list(output) if isinstance(output, tuple | list) else [output]
-    for item in outputs:
-        if not isinstance(item, Tensor):
-            raise UserError(f"A stage must return tensors for the next one, not {type(item).__name__}.")
-    return outputs
-
-
-def _detached(output: Any) -> Any:
-    return output.detach() if isinstance(output, Tensor) else tuple(_detached(item) for item in output)
-
-
-def _shapes(spec: Spec) -> str:
-    return ", ".join(f"{tuple(s.shape)} {str(s.dtype).removeprefix('torch.')}" for s in spec)

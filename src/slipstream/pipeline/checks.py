@@ -1,0 +1,88 @@
+"""What a user hands to the engine, checked: arguments, tied weights, what a stage returns.
+
+Each check says what is wrong, the values seen, and what to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from slipstream.errors import UserError
+from slipstream.pipeline.torch_stage import StageInfo
+from slipstream.pipeline.transport import Spec
+
+
+def check_arguments(last: bool, loss_fn: Any, optimizer: Any, n_microbatches: int, stages: int) -> None:
+    if optimizer is None or not callable(optimizer) or isinstance(optimizer, Optimizer):
+        raise UserError(
+            "optimizer must be a callable that takes the master module and returns a torch optimizer, for example "
+            "lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3)."
+        )
+    if last and loss_fn is None:
+        raise UserError("The last stage needs loss_fn(output, target).")
+    if n_microbatches < stages:
+        raise UserError(
+            f"2BW needs at least as many microbatches as stages: n_microbatches={n_microbatches} < {stages} stages. "
+            f"Set n_microbatches to {stages} or more, or use fewer stages."
+        )
+
+
+def check_inputs(stage: StageInfo, args: tuple, kwargs: dict[str, Any], has_target: bool) -> None:
+    """Inputs belong to the first stage, targets and losses to the last; any stage may have keyword arguments."""
+    if stage.first and not (args or kwargs):
+        raise UserError("The first stage needs the input: step(x).")
+    if args and not stage.first:
+        raise UserError(f"Stage {stage.index} takes no input: only the first stage does. Call step().")
+    if has_target and not stage.last:
+        raise UserError(
+            f"Stage {stage.index} of {stage.count} takes no target or losses: only the last stage does."
+        )
+
+
+def check_sharding(presharded: bool, sharded: bool, data_group: ProcessGroup | None) -> None:
+    if (presharded or sharded) and data_group is None:
+        raise UserError(
+            "Sharded parameters or a sharded optimizer need data_group, the ranks that share them."
+        )
+    if presharded and sharded:
+        raise UserError(
+            "FSDP already shards the optimizer. Set shard_optimizer=False, or prepare without FSDP."
+        )
+
+
+def named_ties(
+    tied: dict[str, str | Sequence[str]] | None, shared: list[list[str]], module: nn.Module
+) -> dict[str, list[str]]:
+    """Tied weights of this stage by name: those the user named, and those that were one Parameter."""
+    names = {name for name, _ in module.named_parameters()}
+    ties: dict[str, list[str]] = {}
+    for key, local in (tied or {}).items():
+        ties[key] = [local] if isinstance(local, str) else list(local)
+        for name in ties[key]:
+            if name not in names:
+                raise UserError(f"tied={{{key!r}: {name!r}}}: this stage has no such parameter.")
+    for group in shared:
+        key = next((key for key, local in ties.items() if set(local) & set(group)), f"shared {group[0]}")
+        ties[key] = sorted({*ties.get(key, []), *group}, key=[*group, *ties.get(key, [])].index)
+    return ties
+
+
+def as_message(output: Any) -> list[Tensor]:
+    outputs = list(output) if isinstance(output, tuple | list) else [output]
+    for item in outputs:
+        if not isinstance(item, Tensor):
+            raise UserError(f"A stage must return tensors for the next one, not {type(item).__name__}.")
+    return outputs
+
+
+def detached(output: Any) -> Any:
+    return output.detach() if isinstance(output, Tensor) else tuple(detached(item) for item in output)
+
+
+def shapes(spec: Spec) -> str:
+    return ", ".join(f"{tuple(s.shape)} {str(s.dtype).removeprefix('torch.')}" for s in spec)
