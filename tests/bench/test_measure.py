@@ -24,7 +24,7 @@ class ScriptedPool:
         self.periods = periods
         self.asked: list[str] = []
 
-    def run(self, function: str, name: str, work: Work, warmup: int, updates: int, timeout: float) -> list:
+    def run(self, function, name: str, work: Work, warmup: int, updates: int, **options) -> list:
         self.asked.append(name)
         period = self.periods[name]
         if isinstance(period, str):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from slipstream.bench.rivals import RIVALS
-from slipstream.bench.sample import RankSample
+from slipstream.bench.sample import RankSample, take_sample
 from slipstream.bench.work import Work
 from slipstream.distributed import RankPool
 from slipstream.errors import UserError
@@ -74,6 +74,7 @@ def parse_rivals(text: str) -> list[str]:
 
 
 def bench(
+    pool: RankPool,
     works: Sequence[Work],
     rivals: Sequence[str],
     rounds: int = 5,
@@ -82,23 +83,22 @@ def bench(
     timeout_seconds: float = 120.0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Result]:
-    """Measure each work in turn on one pool of processes; `updates` a sample, default 64 microbatches."""
+    """Measure each work in turn; `updates` a sample, by default as many as 64 microbatches make."""
     if rounds < 1 or (updates is not None and updates < 2):
         raise UserError(
             f"--rounds {rounds} and --updates {updates}: a median needs 1 round or more, "
             "and a period 2 updates or more."
         )
-    with RankPool(works[0].stages) as pool:
-        for work in works:
-            yield measure(
-                pool,
-                work,
-                [BOUND, *rivals, ENGINE],
-                rounds=rounds,
-                updates=updates or max(8, 64 // work.microbatches),
-                timeout_seconds=timeout_seconds,
-                progress=progress,
-            )
+    for work in works:
+        yield measure(
+            pool,
+            work,
+            [BOUND, *rivals, ENGINE],
+            rounds=rounds,
+            updates=updates or max(8, 64 // work.microbatches),
+            timeout_seconds=timeout_seconds,
+            progress=progress,
+        )
 
 
 def measure(
@@ -143,7 +143,7 @@ def _warm_up(pool: RankPool, work: Work, timeout_seconds: float) -> None:
 
 def _take(pool: RankPool, name: str, work: Work, updates: int, timeout_seconds: float) -> Sample:
     ranks: list[RankSample] = pool.run(
-        "slipstream.bench.sample:take_sample", name, work, WARM_UP_UPDATES, updates, timeout=timeout_seconds
+        take_sample, name, work, WARM_UP_UPDATES, updates, ranks=work.stages, timeout=timeout_seconds
     )
     return summarise(name, ranks)
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.bench.bound import BoundRun
+from slipstream.bench.engine import EngineRun
 from slipstream.bench.rivals import RIVALS, RivalRun
 from slipstream.bench.work import Work
 from slipstream.distributed import World
@@ -78,8 +79,6 @@ def build_run(name: str, work: Work, rank: int) -> Run:
     if name == "bound":
         return BoundRun(work, rank)
     if name == "slipstream":
-        from slipstream.bench.engine import EngineRun  # so that torch's schedules run without the engine
-
         return EngineRun(work, rank)
     return RivalRun(RIVALS[name], work, rank)
 

@@ -29,7 +29,9 @@ def pipeline(
     rivals: Annotated[str, typer.Option(help="all, none, or a list: 1f1b,gpipe,...")] = "all",
     rounds: Annotated[int, typer.Option(help="Samples of each contender; the median counts.")] = 5,
     updates: Annotated[int | None, typer.Option(help="Updates a sample; default: 64 microbatches.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw measured over predicted timeline (.html).")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw measured over predicted timeline: .html, .svg, .json.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Time per update of torch's synchronous schedules, of ours, and of the bubble-free bound."""
@@ -37,7 +39,12 @@ def pipeline(
         return
     from slipstream.bench.measure import bench, parse_rivals
     from slipstream.bench.report import print_result, record
+    from slipstream.bench.timeline import check_plottable, draw
     from slipstream.bench.work import Work
+    from slipstream.distributed import RankPool
+
+    if plot is not None:
+        check_plottable(plot)
 
     setting = Work(
         kind=work,
@@ -54,17 +61,16 @@ def pipeline(
     if work == "compute" and stages > cores:
         notes.print(f"note: {stages} computing stages on {cores} cores measure the cores, not the schedules.")
     console = Console(highlight=False)
+    against = parse_rivals(rivals)
     records = []
-    with notes.status("starting") as status:
-        for result in bench(works, parse_rivals(rivals), rounds, updates, progress=status.update):
+    with RankPool(stages) as pool, notes.status("starting") as status:
+        for result in bench(pool, works, against, rounds, updates, progress=status.update):
             records.append(record(result))
             if not as_json:
                 print_result(console, result)
-    if plot is not None:
-        from slipstream.bench.timeline import draw
-
-        draw(works[0], plot)
-        notes.print(f"timeline: {plot}")
+        if plot is not None:
+            draw(pool, works[0], plot)
+            notes.print(f"timeline: {plot}")
     if as_json:
         print(json.dumps(records, indent=2))
 

@@ -1,0 +1,83 @@
+"""`slipstream bench` from the outside: the JSON others read, and mistakes that are told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli import main
+
+PROMISED = {
+    "microbatches": int,
+    "bound_ms": float,
+    "torch_1f1b_ms": float,
+    "torch_gpipe_ms": float,
+    "slipstream_ms": float,
+    "speedup_over_1f1b": float,
+    "best_sync": str,
+    "best_sync_ms": float,
+    "speedup_over_best_sync": float,
+    "fraction_of_bound": float,
+    "peak_memory_bytes": dict,
+}
+
+
+def run(arguments: str) -> None:
+    """Commands end by raising SystemExit, with 0 when all is well."""
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments.split()])
+    assert ended.value.code == 0
+
+
+def test_json_has_the_promised_fields(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "timeline.svg"
+    run(f"--work sleep --microbatches 2,4 --rounds 1 --updates 2 --clip --json --plot {picture}")
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["microbatches"] for row in rows] == [2, 4]
+    for row in rows:
+        assert {name: type(row[name]) for name in PROMISED} == PROMISED
+        assert row["speedup_over_1f1b"] == pytest.approx(row["torch_1f1b_ms"] / row["slipstream_ms"])
+        assert row["fraction_of_bound"] == pytest.approx(row["bound_ms"] / row["slipstream_ms"])
+        assert row[f"{row['best_sync']}_ms"] == row["best_sync_ms"] <= row["torch_1f1b_ms"]
+        timed = {"bound", "slipstream", "torch_1f1b", "torch_gpipe", "torch_interleaved_1f1b", "torch_zbv"}
+        assert timed <= row["peak_memory_bytes"].keys()
+        assert all(len(ranks) == 2 for ranks in row["peak_memory_bytes"].values())
+    assert "DualPipeV requires" in rows[0]["errors"]["torch_dualpipev"]  # at m = 2; at m = 4 it runs
+    assert rows[1]["torch_dualpipev_ms"] > 0
+    assert "measured" in picture.read_text()
+
+
+def test_the_table_names_every_contender(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--work sleep --microbatches 2 --rounds 1 --updates 2 --rivals 1f1b,dualpipev")
+    shown = capsys.readouterr().out
+    for words in (
+        "bubble-free bound",
+        "torch 1F1B",
+        "failed",
+        "slipstream",
+        "fill",
+        "drain",
+        "DualPipeV requires",
+    ):
+        assert words in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--microbatches many", "such as 2,4,8"),
+        ("--stages 4 --microbatches 2", "--microbatches to 4 or more"),
+        ("--rivals zero", "Set --rivals to"),
+        ("--updates 1", "2 updates or more"),
+        ("--plot picture.bmp", ".html"),
+    ],
+)
+def test_mistakes_end_with_2_and_say_what_to_change(
+    capsys: pytest.CaptureFixture[str], arguments: str, words: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments.split()])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err

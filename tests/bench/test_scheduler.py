@@ -1,0 +1,69 @@
+"""The scheduler alone, at depths the machine does not have: stages that sleep.
+
+Fractions are of the fastest samples, and the margins are for a loaded machine: unloaded, the fraction is 0.97
+and more, and what a broken schedule reaches is far below (1F1B with a flush: 0.57 at m = P = 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from slipstream.bench.measure import Result, measure
+from slipstream.bench.timeline import GROUPS, measure_timeline, predict
+from slipstream.bench.work import Work
+from slipstream.distributed import RankPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(8) as pool:
+        yield pool
+
+
+def fraction(result: Result) -> float:
+    bound, ours = (
+        min(sample.period_seconds for sample in result.samples[name]) for name in ("bound", "slipstream")
+    )
+    return bound / ours
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "clip"), [(4, 4, 1.0), (4, 8, None), (8, 16, 1.0)])
+def test_no_bubble(pool: RankPool, stages: int, microbatches: int, clip: float | None) -> None:
+    work = Work("sleep", stages, microbatches, max_grad_norm=clip)
+    result = measure(pool, work, ["bound", "slipstream"], rounds=2, updates=4, timeout_seconds=60)
+    assert fraction(result) > 0.9
+
+
+def test_fill_and_drain_are_paid_once(pool: RankPool) -> None:
+    """(P-1) forwards before the last stage starts, (P-1) backwards after it is done."""
+    work = Work("sleep", stages=4, microbatches=4)
+    result = measure(pool, work, ["slipstream"], rounds=2, updates=3, timeout_seconds=60)
+    fill = min(sample.fill_seconds for sample in result.samples["slipstream"])
+    drain = min(sample.drain_seconds for sample in result.samples["slipstream"])
+    assert 0.8 * 3 * 0.010 < fill < 2 * 3 * 0.010
+    assert 0.9 * 3 * 0.020 < drain < 2 * 3 * 0.020
+
+
+def test_the_measured_timeline_is_the_predicted_one(pool: RankPool) -> None:
+    work = Work("sleep", stages=4, microbatches=4)
+    measured, in_flight = measure_timeline(pool, work)
+    predicted = predict(work, measured, in_flight)
+    for ran, planned in zip(measured.ranks, predicted.ranks, strict=True):
+        order = [(a.kind, a.microbatch, a.group) for a in ran if a.microbatch is not None]
+        assert order == [(a.kind, a.microbatch, a.group) for a in planned if a.microbatch is not None]
+        assert len(order) == GROUPS * 4 * 2
+    assert measured.makespan == pytest.approx(predicted.makespan, rel=0.15)
+
+
+@pytest.mark.slow
+def test_depth_chosen_from_measured_latency_hides_it(pool: RankPool) -> None:
+    chosen = Work("sleep", stages=8, microbatches=16, link_latency_seconds=0.003)
+    least = Work("sleep", stages=8, microbatches=16, link_latency_seconds=0.003, in_flight=8)
+    fractions = [
+        fraction(measure(pool, work, ["bound", "slipstream"], rounds=2, updates=5, timeout_seconds=120))
+        for work in (chosen, least)
+    ]
+    assert fractions[0] > 0.93
+    assert fractions[1] < 0.9, "with the least depth every link's latency is waited for"
