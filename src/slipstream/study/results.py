@@ -60,24 +60,28 @@ def collect(folder: Path) -> dict[str, Result]:
         return {result.digest: result for result in read_export(folder)}
     for path in sorted(folder.glob("*.jsonl.gz")):
         found |= {result.digest: result for result in read_export(path)}
-    for path in sorted(folder.glob("*/config.toml")):
-        result = read_folder(path.parent)
+    for path in sorted(folder.glob("*/")):
+        result = read_folder(path)
         if result is not None:
             found[result.digest] = result
     return found
 
 
 def read_folder(folder: Path) -> Result | None:
-    """A run folder's result; None while it has not ended."""
-    failure, run = _failure(folder), read_run(folder)
+    """A run folder's result; None while it has not ended, and for a folder that is no run."""
+    if (folder / FAILED_FILE).exists():
+        return _failure(folder)
+    if not (folder / "config.toml").exists():
+        return None
+    run = read_run(folder)
     finish = run.last("finish")
-    if run.status != "finished" and not failure:
+    if run.status != "finished":
         return None
     try:
         config = from_tree(tomllib.loads(run.config))
     except (UserError, tomllib.TOMLDecodeError):
         return None  # of another version: run again
-    steps = run.surviving("step")
+    loss, steps = number(finish.get("validation_loss")), run.surviving("step")
     speeds = [
         v for row in steps[len(steps) // 2 :] if (v := number(row.get("tokens_per_second"))) is not None
     ]
@@ -86,9 +90,8 @@ def read_folder(folder: Path) -> Result | None:
         digest=digest(config),
         run=folder.name,
         settings=different(config),
-        loss=None if failure else number(finish.get("validation_loss")),
-        failed=failure
-        or ("" if number(finish.get("validation_loss")) is not None else "the loss is not finite"),
+        loss=loss,
+        failed="" if loss is not None else "the loss is not finite",
         steps=config.train.steps,
         tokens=config.train.steps * config.tokens_per_step,
         seconds=number(finish.get("seconds")) or 0.0,
@@ -103,11 +106,11 @@ def read_folder(folder: Path) -> Result | None:
     )
 
 
-def write_failure(folder: Path, message: str, trace: str = "") -> None:
+def write_failure(folder: Path, point: Point, message: str, trace: str = "") -> None:
+    """Record that the run of `point` failed, even if it got no further than its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / FAILED_FILE).write_text(
-        json.dumps({"message": message, "trace": trace}, indent=1), encoding="utf-8"
-    )
+    record = {"digest": point.digest, "settings": different(point.config), "failed": message, "trace": trace}
+    (folder / FAILED_FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 def write_export(path: Path, results: Iterable[Result]) -> int:
@@ -161,13 +164,12 @@ def different(config: Config) -> dict[str, Any]:
     }
 
 
-def _failure(folder: Path) -> str:
+def _failure(folder: Path) -> Result | None:
     try:
-        return json.loads((folder / FAILED_FILE).read_text(encoding="utf-8"))["message"]
-    except FileNotFoundError:
-        return ""
+        record = json.loads((folder / FAILED_FILE).read_text(encoding="utf-8"))
+        return Result(record["digest"], folder.name, record["settings"], failed=record["failed"])
     except (OSError, ValueError, KeyError, TypeError):
-        return f"{FAILED_FILE} cannot be read"
+        return None  # cut off while it was written: run again
 
 
 def _curve(run: Run, kind: str) -> Curve:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import fnmatch
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slipstream.errors import UserError
-from slipstream.study.pool import Pool
+from slipstream.study.pool import Pool, Worker
 from slipstream.study.results import (
     FAILED_FILE,
     Result,
@@ -74,10 +74,14 @@ class Clock:
                 return statistics.median(rates) * _tokens(point)
         return None
 
-    def left(self, points: list[Point], workers: int) -> float | None:
+    def left(self, points: Sequence[Point], active: Sequence[Worker], workers: int) -> float | None:
         """Until all of these are done, None while nothing is measured."""
         times = [self.seconds(point) for point in points]
-        known = [t for t in times if t is not None]
+        for worker in active:
+            assert worker.point is not None
+            whole = self.seconds(worker.point)
+            times.append(None if whole is None else max(0.0, whole - (time.monotonic() - worker.began)))
+        known = [seconds for seconds in times if seconds is not None]
         return sum(known) / workers if len(known) == len(times) else None
 
 
@@ -104,7 +108,7 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show) -> Outcome:
                 and point.digest not in attempted
                 and _wanted(point, limits.only)
             ]
-            show.state(expansion, results, pool.active, todo, clock.left(todo, limits.workers))
+            show.state(expansion, results, pool.active, clock.left(todo, pool.active, limits.workers))
             while todo and pool.idle and not outcome.stopped:
                 point = next((p for p in todo if _fits(clock.seconds(p), deadline)), None)
                 if point is None:
@@ -127,10 +131,11 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show) -> Outcome:
             for point, report in ended:
                 folder = out / point.folder
                 if report.message:
-                    write_failure(folder, report.message, report.trace)
-                result = _read(folder, point, report.message)
+                    write_failure(folder, point, report.message, report.trace)
+                result = read_folder(folder)
                 if result is None:
                     continue  # interrupted: the same command goes on with it
+                assert result.digest == point.digest, f"{folder} holds {result.digest}, not {point.digest}"
                 results[point.digest] = result
                 clock.observe(point, report.seconds)
                 if result.failed:
@@ -143,15 +148,6 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show) -> Outcome:
     outcome.left = sum(1 for p in expansion.points if p.digest not in results and _wanted(p, limits.only))
     outcome.waiting = expansion.waiting
     return outcome
-
-
-def _read(folder: Path, point: Point, problem: str) -> Result | None:
-    """What the folder says; a run that failed before it wrote anything has only its message."""
-    found = read_folder(folder) if (folder / "config.toml").exists() else None
-    if found is None and problem:
-        return Result(point.digest, folder.name, different(point.config), failed=problem)
-    assert found is None or found.digest == point.digest, f"{folder}: {found} is not {point.digest}"
-    return found
 
 
 def _fits(seconds: float | None, deadline: float | None) -> bool:

@@ -47,7 +47,6 @@ class Show:
         expansion: Expansion,
         results: Mapping[str, Result],
         active: Sequence[Worker],
-        todo: Sequence[Point],
         left_seconds: float | None,
     ) -> None:
         """Once a second: the whole, and the step of each run under way."""

@@ -81,7 +81,7 @@ def _clean(folder: Path) -> None:
         torch.cuda.reset_peak_memory_stats()
     from slipstream.metrics.events import read_run
 
-    if folder.is_dir() and read_run(folder).status == "finished":
+    if (folder / "config.toml").exists() and read_run(folder).status == "finished":
         rmtree(folder / "checkpoints", ignore_errors=True)
         for name in ("report.html", "tokenizer.json"):
             (folder / name).unlink(missing_ok=True)

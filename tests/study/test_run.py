@@ -1,0 +1,138 @@
+"""A study from its file to its tables, on the CPU, in worker processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slipstream.cli import main
+from slipstream.data.shards import write_shard
+from slipstream.errors import UserError
+from slipstream.metrics.events import read_run
+from slipstream.study.parse import load_study
+from slipstream.study.pool import Pool
+from slipstream.study.results import FAILED_FILE, collect, losses
+from slipstream.study.run import Clock, Limits, run_study
+from slipstream.study.show import Show
+
+TOY = Path(__file__).parents[2] / "studies" / "toy.toml"
+VOCAB = 64
+SMALLER = [f"model.vocab={VOCAB}", "model.dim=16", "model.ffn=32", "data.sequence=16", "train.steps=8",
+           "train.eval_every=4", "train.eval_batches=1"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    random = np.random.default_rng(0)
+    for split in ("train", "val"):
+        stream = np.cumsum(random.integers(0, 4, 20_000)) % VOCAB
+        write_shard(folder / f"{split}_000.bin", stream.astype("<u2"))
+    return folder
+
+
+def command(*arguments: object) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["study", *map(str, arguments)])
+    assert ended.value.code == 0
+
+
+def test_the_toy_study_end_to_end(tmp_path, data, capsys):
+    """Run, fail in one run, skip, continue, export, tabulate from the export: as a user would."""
+    file, out = tmp_path / "toy.toml", tmp_path / "runs"
+    broken = '"broken" = { optim = { correction = "none", options.no_such_option = 1 } }'
+    text = TOY.read_text().replace("[runs]", f"{broken}\n\n[runs]")
+    file.write_text(text.replace('product = ["seed", ', 'product = ["seed:0", '))
+    overrides = [*SMALLER, f"data.path={data}"]
+
+    command("run", file, *overrides, "--out", out, "--workers", 2, "--only", "optimizer=muon")
+    told = capsys.readouterr().out
+    assert "4 runs finished, 1 failed" in told
+    study = load_study(file, overrides)
+    found = collect(out)
+    points = {(p.labels["optimizer"], p.labels["mode"]): p for p in study.expand(losses(found)).points}
+    assert set(found) == {point.digest for (name, _), point in points.items() if name == "muon"}
+    assert "no_such_option" in found[points["muon", "broken"].digest].failed
+    assert (out / points["muon", "broken"].folder / FAILED_FILE).exists()
+
+    sync, late = (found[points["muon", mode].digest] for mode in ("sync", "delay"))
+    assert sync.loss is not None
+    assert late.loss is not None
+    assert sync.loss != late.loss  # delay is seen in the loss
+    assert [tokens for tokens, _ in sync.validation] == [4 * 64, 8 * 64]
+    assert sync.validation[-1][1] == sync.loss
+    folder = out / points["muon", "sync"].folder
+    assert read_run(folder).status == "finished"
+    assert not (folder / "checkpoints").exists()  # a study keeps numbers, not weights
+
+    # Everything above is done, so a second call starts nothing; nor does one whose time is too short.
+    stamp = (folder / "events.jsonl").stat().st_mtime_ns
+    again = run_study(study, out, Limits(only="optimizer=muon"), Show(out))
+    assert (again.finished, again.failed, again.left) == ([], {}, 0)
+    assert (folder / "events.jsonl").stat().st_mtime_ns == stamp
+    hurried = run_study(study, out, Limits(minutes=1e-9), Show(out))
+    assert (hurried.finished, hurried.stopped, hurried.left) == ([], "time", 5)
+
+    command("export", file, *overrides, "--results", out, "--out", tmp_path / "docs")
+    assert "5 runs" in capsys.readouterr().out
+    export = tmp_path / "docs" / "toy.jsonl.gz"
+    assert collect(export) == found
+    command("table", file, *overrides, "--results", export)
+    told = capsys.readouterr().out
+    assert "| muon | sync | 1 |" in told
+    assert "Net gain (simulated)" in told
+    assert (tmp_path / "docs" / "toy.html").exists()
+
+    # An export in the folder of another machine stands for its runs.
+    elsewhere = run_study(study, tmp_path / "docs", Limits(only="optimizer=muon"), Show(out))
+    assert elsewhere.finished == []
+
+
+def test_missing_data_is_said_once(tmp_path):
+    study = load_study(TOY, ["data.path=/nowhere"])
+    with pytest.raises(UserError, match="There is no data folder '/nowhere'"):
+        run_study(study, tmp_path, Limits(), Show(tmp_path))
+
+
+def test_a_pattern_that_matches_nothing_shows_names(tmp_path, data):
+    study = load_study(TOY, [*SMALLER, f"data.path={data}"])
+    with pytest.raises(UserError, match="seed=0 optimizer=muon mode=sync"):
+        run_study(study, tmp_path, Limits(only="sgd"), Show(tmp_path))
+
+
+def test_a_killed_worker_is_reported_and_replaced(tmp_path, data):
+    point = load_study(TOY, [*SMALLER, f"data.path={data}"]).expand({}).points[0]
+    with Pool(1, tmp_path) as pool:
+        pool.start(point, tmp_path / "run")
+        (worker,) = pool.active
+        assert worker.process.pid is not None
+        os.kill(worker.process.pid, signal.SIGKILL)
+        ended = []
+        deadline = time.monotonic() + 30
+        while not ended and time.monotonic() < deadline:
+            ended = pool.wait(1.0)
+        ((which, report),) = ended
+        assert which is point
+        assert report.broken
+        assert "exit code -9" in report.message
+        assert pool.idle
+
+
+def test_time_is_estimated_from_the_nearest_runs():
+    points = load_study(TOY).expand({}).points
+    muon, adamw = points[0], next(p for p in points if p.labels["optimizer"] == "adamw")
+    clock = Clock({})
+    assert clock.seconds(muon) is None
+    assert clock.left([muon], [], 1) is None
+    clock.observe(muon, 10.0)
+    assert clock.seconds(adamw) == pytest.approx(10.0)  # nothing nearer
+    clock.observe(adamw, 4.0)
+    assert clock.seconds(adamw) == pytest.approx(4.0)
+    longer = load_study(TOY, ["train.steps=120"]).expand({}).points[0]
+    assert clock.seconds(longer) == pytest.approx(20.0)
+    assert clock.left([muon, adamw], [], 2) == pytest.approx(7.0)

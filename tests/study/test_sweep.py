@@ -1,0 +1,186 @@
+"""Study files: which runs they ask for, in which order, and under which identity."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.config import from_tree, resolve
+from slipstream.errors import UserError
+from slipstream.study.parse import load_study
+from slipstream.study.sweep import Point, Study, digest
+
+AXES = """
+[axes.seed]
+key = "train.seed"
+values = [0, 1]
+[axes.lr]
+key = "optim.lr"
+values = [0.001, 0.002, 0.004]
+[axes.optimizer.values]
+muon = { optim.name = "muon" }
+adamw = { "optim.name" = "adamw", optim.options.decay = "all" }
+[axes.mode.values]
+sync = { pipeline.delay = 0 }
+delay = { optim.correction = "none" }
+ef = { optim.correction = "error_feedback" }
+"""
+
+
+@pytest.fixture
+def study(tmp_path):
+    def make(runs: str, axes: str = AXES, *overrides: str) -> Study:
+        path = tmp_path / "study.toml"
+        path.write_text(f"{axes}\n[runs]\n{runs}\n")
+        return load_study(path, overrides)
+
+    return make
+
+
+def labels(points) -> list[str]:
+    return [" ".join(point.labels.values()) for point in points]
+
+
+def test_product_varies_the_first_axis_slowest(study):
+    found = study('product = ["seed", "mode:sync,ef"]').expand({})
+    assert labels(found.points) == ["0 sync", "0 ef", "1 sync", "1 ef"]
+    assert [point.config.pipeline.delay for point in found.points] == [0, 1, 0, 1]
+
+
+def test_zip_and_chain(study):
+    assert labels(study('zip = ["seed", "optimizer"]').expand({}).points) == ["0 muon", "1 adamw"]
+    chained = study('chain = [{ product = ["seed:1", "lr"] }, { product = ["seed:0", "mode:sync"] }]')
+    assert labels(chained.expand({}).points) == ["1 0.001", "1 0.002", "1 0.004", "0 sync"]
+
+
+def test_settings_nested_and_dotted_reach_the_config(study):
+    points = study('product = ["optimizer:adamw", "lr:0.002"]').expand({}).points
+    assert points[0].config.optim.name == "adamw"
+    assert points[0].config.optim.options == {"decay": "all"}
+    assert points[0].config.optim.lr == 0.002
+
+
+def test_equal_runs_are_one_run(study):
+    found = study('chain = [{ product = ["seed:0", "mode"] }, { product = ["mode:sync"] }]').expand({})
+    assert labels(found.points) == ["0 sync", "0 delay", "0 ef"]  # seed 0 is the default
+
+
+TUNE = """
+tune = "lr"
+by = ["optimizer", "mode"]
+like.mode = { delay = "ef" }
+over = { product = ["seed:0", "optimizer:muon", "mode:sync,ef", "lr"] }
+then = { product = ["seed", "optimizer:muon", "mode"] }
+"""
+
+
+def losses_of(points: tuple[Point, ...], best: dict[str, str]) -> dict[str, float | None]:
+    return {
+        point.digest: 1.0 if point.labels["lr"] == best[point.labels["mode"]] else 2.0 for point in points
+    }
+
+
+def test_tune_takes_the_best_of_the_grid_for_each_combination(study):
+    made = study(TUNE)
+    grid = made.expand({})
+    assert (len(grid.points), grid.waiting) == (6, 6)
+    found = made.expand(losses_of(grid.points, {"sync": "0.002", "ef": "0.001"}))
+    assert found.waiting == 0
+    chosen = {(p.labels["seed"], p.labels["mode"]): p.config.optim.lr for p in found.points[6:]}
+    assert chosen == {  # seed 0 of sync and ef was part of the grid
+        ("0", "delay"): 0.001,
+        ("1", "sync"): 0.002,
+        ("1", "delay"): 0.001,
+        ("1", "ef"): 0.001,
+    }
+    assert found.notes == ("The best lr of optimizer=muon mode=ef, 0.001, lies at the edge of its grid.",)
+
+
+def test_tune_waits_only_for_its_own_grid_and_leaves_out_what_never_trains(study):
+    made = study(TUNE)
+    grid = made.expand({}).points
+    only_sync = {p.digest: None for p in grid if p.labels["mode"] == "sync"}
+    found = made.expand(only_sync)
+    assert (len(found.points), found.waiting) == (6, 4)
+    assert found.notes == ("No lr of the grid trains optimizer=muon mode=sync: left out.",)
+
+
+def test_overrides_change_the_base_and_not_the_axes(study):
+    points = study('product = ["lr"]', AXES, "train.steps=7", "optim.lr=9").expand({}).points
+    assert {point.config.train.steps for point in points} == {7}
+    assert [point.config.optim.lr for point in points] == [0.001, 0.002, 0.004]
+
+
+@pytest.mark.parametrize(
+    ("runs", "words"),
+    [
+        ('product = ["sed"]', "Did you mean 'seed'"),
+        ('product = ["seed:7"]', "has no value '7'"),
+        ('product = ["seed", "seed:0"]', "'seed' occurs twice"),
+        ('zip = ["seed", "lr"]', r"one length, not \[2, 3\]"),
+        ('sum = ["seed"]', "one of product, zip, chain or tune"),
+        ('tune = "lr"\nover = "lr"', "needs tune, by, over and then"),
+    ],
+)
+def test_mistakes_are_named(study, runs, words):
+    with pytest.raises(UserError, match=words):
+        study(runs).expand({})
+
+
+def test_a_run_that_cannot_work_is_named(study):
+    axes = AXES + '[axes.bad.values]\nx = { pipeline.delay = 0, optim.correction = "error_feedback" }\n'
+    with pytest.raises(UserError, match=r"(?s)The run bad=x of this study.*cannot take effect"):
+        study('product = ["bad"]', axes).expand({})
+
+
+def test_an_unknown_key_is_named(study):
+    with pytest.raises(UserError, match=r"Did you mean optim\.lr"):
+        study('product = ["x"]', '[axes.x]\nkey = "optim.lrr"\nvalues = [1]').expand({})
+
+
+def test_a_study_runs_in_one_process(study):
+    with pytest.raises(UserError, match="in one process"):
+        study('product = ["seed"]', AXES, "pipeline.schedule=2bw")
+
+
+def test_digest_is_of_what_decides_the_numbers():
+    def of(**tree) -> str:
+        return digest(resolve(from_tree(tree)))
+
+    plain = of(train={"steps": 5})
+    assert of(train={"steps": 6}) != plain
+    assert of(train={"steps": 5, "eval_every": 1}) != plain  # another curve
+    assert of(train={"steps": 5}, data={"path": "elsewhere"}) != plain
+    assert of(train={"steps": 5, "device": "cpu", "log_every": 9}, run={"dir": "x"}) == plain
+    assert of(train={"steps": 5, "compile": True}, checkpoint={"every": 3}) == plain
+
+
+SHIPPED = sorted(Path(__file__).parents[2].glob("studies/*.toml"))
+
+
+def test_studies_are_shipped():
+    names = {path.stem for path in SHIPPED}
+    assert names >= {"toy", "a-optimizers", "a-corrections", "a-moe", "a-depth", "a-length", "b-muon-adamw"}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_study_resolves_with_its_tables(path):
+    from slipstream.study.cells import layout_of
+
+    study = load_study(path)
+    assert study.name == path.stem
+    layout = layout_of(study)
+    grid = study.expand({})
+    whole = study.expand({point.digest: float(i) for i, point in enumerate(grid.points)})
+    assert whole.waiting == 0
+    assert len(whole.points) >= len(grid.points)
+    modes = {point.labels[layout.mode] for point in whole.points}
+    assert {layout.reference, layout.baseline} <= modes
+    # Paired: every mode of a seed has the synchronous run of that seed beside it.
+    special = {layout.mode, *layout.best}
+    place = [tuple((a, x) for a, x in p.labels.items() if a not in special) for p in whole.points]
+    with_reference = {
+        at for at, p in zip(place, whole.points, strict=True) if p.labels[layout.mode] == layout.reference
+    }
+    assert set(place) == with_reference

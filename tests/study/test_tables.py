@@ -1,0 +1,227 @@
+"""From results to tables: which runs make a row, and every figure of it against hand-computed ones."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from pathlib import Path
+
+import pytest
+
+from slipstream.errors import UserError
+from slipstream.study.cells import all_cells, compared, layout_of
+from slipstream.study.page import write_tables
+from slipstream.study.parse import load_study
+from slipstream.study.results import Result, collect, read_export, thinned, write_export
+from slipstream.study.tables import as_csv, gain_table, grid_tables, loss_table, runs_table, tables
+
+STUDY = """
+[base]
+train.steps = 100
+[axes.seed]
+key = "train.seed"
+values = [0, 1, 2]
+[axes.lr]
+key = "optim.lr"
+values = [0.001, 0.002, 0.004]
+[axes.updates]
+key = "train.steps"
+values = [100, 400]
+[axes.mode.values]
+sync = { pipeline.delay = 0 }
+delay = { optim.correction = "none" }
+ef = { optim.correction = "error_feedback" }
+"ef+start" = { optim = { correction = "error_feedback", sync_start = 0.1 } }
+"""
+
+
+def make(tmp_path: Path, runs: str, losses: dict[str, float | None], table: str = ""):
+    """The study, its expansion, and a result for each run named in `losses` (by its labels)."""
+    path = tmp_path / "s.toml"
+    path.write_text(f"{STUDY}\n[runs]\n{runs}\n[table]\n{table}\n")
+    study = load_study(path)
+    expansion = study.expand({})
+    results = {}
+    for point in expansion.points:
+        name = " ".join(point.labels.values())
+        if name in losses:
+            loss, tokens = losses[name], point.config.train.steps * 1000.0
+            curve = (
+                [] if loss is None else [(t, loss + 0.5 * math.log(tokens / t)) for t in (tokens / 8, tokens)]
+            )
+            results[point.digest] = Result(
+                point.digest,
+                point.folder,
+                {"optim.sync_start": point.config.optim.sync_start} if point.config.optim.sync_start else {},
+                loss=loss,
+                failed="" if loss is not None else "the loss is not finite",
+                steps=point.config.train.steps,
+                tokens=tokens,
+                seconds=12.5,
+                validation=curve,
+                training=curve,
+            )
+    return study, expansion, results
+
+
+PAIRED: dict[str, float | None] = {
+    "0 sync": 3.00, "1 sync": 3.10, "2 sync": 2.90,
+    "0 delay": 3.10, "1 delay": 3.20, "2 delay": 3.00,
+    "0 ef": 3.02, "1 ef": 3.14, "2 ef": None,
+    "0 ef+start": 3.01,
+}  # fmt: skip
+
+
+@pytest.fixture
+def paired(tmp_path):
+    study, expansion, results = make(tmp_path, 'product = ["seed", "mode"]', PAIRED)
+    layout = layout_of(study)
+    rows = compared(all_cells(expansion.points, results, layout), layout)
+    return study, expansion, results, {cell.mode: cell for cell in rows}, layout
+
+
+def test_means_gaps_shares_and_penalties(paired):
+    *_, cells, _ = paired
+    assert cells["sync"].mean == pytest.approx(3.0)
+    assert cells["sync"].error == pytest.approx(0.1 / math.sqrt(3))
+    assert cells["sync"].gap is None
+    assert cells["delay"].gap.value == pytest.approx(0.1)
+    assert cells["delay"].gap.interval == pytest.approx((0.1, 0.1))  # the same gap at every seed
+    assert cells["delay"].recovered is None  # it is the whole
+    assert cells["delay"].penalty.value == pytest.approx(math.exp(0.1 / 0.5))
+    assert cells["ef"].gap.value == pytest.approx(0.03)  # 0.02 and 0.04 at the two seeds that ended
+    assert cells["ef"].gap.n == 2
+    assert list(cells["ef"].failed) == ["2"]
+    assert cells["ef"].recovered.value == pytest.approx(0.7)
+    assert cells["ef+start"].gap.interval is None
+    assert cells["ef+start"].flushed_share == pytest.approx(0.1)
+
+
+def test_the_loss_table_says_what_it_rests_on(paired):
+    _, _, _, cells, layout = paired
+    table = loss_table(list(cells.values()), layout)
+    rows = {row[0]: row for row in table.rows}
+    assert rows["sync"] == ["sync", "3", "3.0000 ± 0.0577", "–", "–", "–"]
+    assert rows["delay"][3] == "+0.1000 [+0.1000, +0.1000]"
+    assert rows["ef"][1] == "2"
+    assert "(1 failed)" in rows["ef"][2]
+    assert rows["ef"][4].startswith("70 % [")
+    assert rows["ef+start"] == ["ef+start", "1", "3.0100", "+0.0100", "90 %", "1.020"]
+
+
+def test_csv_holds_the_same_numbers(paired):
+    _, _, _, cells, layout = paired
+    rows = {row["mode"]: row for row in csv.DictReader(io.StringIO(as_csv(list(cells.values()), layout)))}
+    assert float(rows["delay"]["gap"]) == pytest.approx(0.1)
+    assert rows["ef"]["failed"] == "1"
+    assert float(rows["ef"]["recovered"]) == pytest.approx(0.7)
+    assert rows["sync"]["gap"] == ""
+    assert rows["ef+start"]["gap_low"] == ""
+
+
+def test_net_gain_is_tagged_as_simulated(paired):
+    _, _, _, cells, layout = paired
+    (table,) = gain_table(list(cells.values()), layout)
+    assert "simulated" in table.title
+    rows = {row[0]: row for row in table.rows}
+    column = table.header.index("P=8 m=24")
+    speed = float(rows["speed-up of 2BW over it"][column])
+    assert float(rows["delay"][column].split()[0]) == pytest.approx(speed / math.exp(0.2), abs=2e-3)
+    assert float(rows["ef+start"][column]) < speed / 1.02  # flushed updates cost time too
+
+
+def test_the_best_of_a_tuned_axis_is_chosen_on_common_seeds(tmp_path):
+    losses: dict[str, float | None] = {
+        "0 0.001 sync": 3.2, "0 0.002 sync": 3.0, "0 0.004 sync": None,
+        "1 0.001 sync": 2.0,  # an easier seed must not make 0.001 the winner
+        "0 0.001 delay": 3.1, "0 0.002 delay": 3.3,
+    }  # fmt: skip
+    study, expansion, results = make(tmp_path, 'product = ["seed", "lr", "mode"]', losses, 'best = ["lr"]')
+    layout = layout_of(study)
+    cells = all_cells(expansion.points, results, layout)
+    rows = {cell.mode: cell for cell in compared(cells, layout)}
+    assert rows["sync"].chosen == (("lr", "0.002"),)
+    assert rows["delay"].chosen == (("lr", "0.001"),)
+    assert rows["delay"].gap is not None
+    assert rows["delay"].gap.value == pytest.approx(0.1)
+    (grid,) = grid_tables(cells, layout)
+    assert grid.header == ["mode", "0.001", "0.002", "0.004"]
+    assert grid.rows == [
+        ["sync", "2.6000 (2)", "3.0000 (1)", "failed"],
+        ["delay", "3.1000 (1)", "3.3000 (1)", ""],
+    ]
+
+
+def test_with_lengths_the_penalty_is_read_off_final_losses(tmp_path):
+    losses: dict[str, float | None] = {"100 sync": 4.0, "400 sync": 3.0, "400 delay": 3.5, "100 delay": 4.25}
+    study, expansion, results = make(tmp_path, 'product = ["updates", "mode"]', losses, 'length = "updates"')
+    layout = layout_of(study)
+    rows = {
+        (dict(cell.group)["updates"], cell.mode): cell
+        for cell in compared(all_cells(expansion.points, results, layout), layout)
+    }
+    # One unit of loss per factor of 4 in tokens, whatever the curve inside a run looks like.
+    assert rows["400", "delay"].penalty.value == pytest.approx(2.0)
+    assert not rows["400", "delay"].extrapolated
+    assert rows["100", "delay"].penalty.value == pytest.approx(4**0.25)
+    assert rows["100", "delay"].extrapolated
+
+
+def test_export_reads_back_as_it_was(tmp_path, paired):
+    study, expansion, results, _, _ = paired
+    path = tmp_path / "out" / "s.jsonl.gz"
+    assert write_export(path, results.values()) == len(results)
+    assert {result.digest: result for result in read_export(path)} == results
+    assert collect(path) == collect(path.parent) == results
+    first = path.read_bytes()
+    write_export(path, results.values())
+    assert path.read_bytes() == first
+    whole = write_tables(study, expansion, results, tmp_path / "a")
+    again = write_tables(study, expansion, collect(path), tmp_path / "b")
+    assert [one.read_text() for one in whole] == [one.read_text() for one in again]
+    assert {one.name for one in whole} == {"s.md", "s.csv", "s-runs.csv", "s.html"}
+
+
+def test_a_damaged_export_is_a_clear_error(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    path.write_bytes(b"no gzip")
+    with pytest.raises(UserError, match="is no export of a study"):
+        collect(tmp_path)
+
+
+def test_the_page_says_what_is_missing_and_what_failed(tmp_path, paired):
+    study, expansion, results, _, _ = paired
+    write_tables(study, expansion, results, tmp_path)
+    text = (tmp_path / "s.md").read_text()
+    assert "2 of 12 runs are missing." in text
+    assert "seed=2 mode=ef failed: the loss is not finite" in text
+    page = (tmp_path / "s.html").read_text()
+    assert "Net gain (simulated)" in page
+    assert "2 of 12 runs are missing." in page
+
+
+def test_every_run_is_listed(paired):
+    _, expansion, results, _, _ = paired
+    table = runs_table(expansion.points, results)
+    assert len(table.rows) == len(PAIRED)
+    assert table.rows[0][:3] == ["0", "sync", "3.000000"]
+
+
+def test_no_results_give_no_tables(paired):
+    study, expansion, *_ = paired
+    assert tables(study, expansion, {}) == []
+
+
+def test_an_unknown_table_key_is_named(tmp_path):
+    study, *_ = make(tmp_path, 'product = ["seed"]', {}, 'seeds = "seed"')
+    with pytest.raises(UserError, match="seeds"):
+        layout_of(study)
+
+
+def test_thinning_keeps_means():
+    curve = [(float(i), float(i % 2)) for i in range(1, 1001)]
+    short = thinned(curve, 100)
+    assert len(short) == 100
+    assert short[-1] == (1000.0, 0.5)
+    assert thinned(curve[:50], 100) == curve[:50]
