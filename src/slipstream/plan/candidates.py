@@ -13,7 +13,7 @@ from math import inf
 from slipstream.plan.layout import Job
 from slipstream.plan.memory import StageMemory, peak_activation_bytes, weights_memory
 from slipstream.plan.partition import partition
-from slipstream.plan.parts import build_model, stage_parts, stage_seconds
+from slipstream.plan.parts import LOSS_SCRATCH_MOST, build_model, stage_parts, stage_seconds
 from slipstream.plan.throughput import Shape, StageTimes, rank_of, stage_times
 from slipstream.schedule.actions import Schedule
 from slipstream.schedule.generate import build, canonical
@@ -141,16 +141,32 @@ class Fitter:
             correction=job.correction.split("+")[0],
             precision=job.precision,
             shards=shape.data_ranks if shape.shard_optimizer else 1,
+            waiting=shape.stages * shape.data_ranks > 1,
         )
-        head = max((part.working_bytes for part in parts if part is model.head), default=0.0)
-        layer = max((part.working_bytes for part in parts if part is not model.head), default=0.0)
+        size = shape.microbatch_size
+        head = layer = 0.0
+        for part in parts:
+            if part is model.head:
+                pieces = size * part.working_bytes
+                head = pieces + max(pieces, min(size * part.scratch_bytes, LOSS_SCRATCH_MOST))
+            elif shape.checkpointing:
+                layer = max(layer, size * part.working_bytes)
+        # Three moments compete: a backward begins; it ends with all its narrow gradients; an update runs.
+        working, one = max(head, layer), self._held_by(chunks, shape)
+        narrow = job.precision.bank if job.precision.bank != job.precision.gradient else 0
+        ends = narrow * sum(part.parameters for part in parts)
         links = 0 if shape.stages == 1 else 4  # one in use and one posted ahead, forward and backward
         return replace(
             weights,
             activations=activations,
-            working=shape.microbatch_size * max(head, layer if shape.checkpointing else 0.0),
-            buffers=links * model.boundary_bytes * shape.microbatch_size,
+            working=working,
+            transient=max(0.0, max(weights.transient, ends) - one - working),
+            buffers=links * model.boundary_bytes * size,
         )
+
+    def _held_by(self, chunks: Sequence[range], shape: Shape) -> float:
+        """What a microbatch that is done gives back, on the chunk that keeps least."""
+        return min(self._held(layers, shape) for layers in chunks)
 
     def _held(self, layers: range, shape: Shape) -> float:
         """Bytes one microbatch keeps on a stage between its forward and its backward."""

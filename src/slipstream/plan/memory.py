@@ -68,7 +68,7 @@ class StageMemory:
     master: float = 0.0
     gradients: float = 0.0
     state: float = 0.0
-    transient: float = 0.0  # z_g kept during the step
+    transient: float = 0.0  # z_g kept during the step, as far as it adds to the peak
     correction: float = 0.0  # the persistent buffer of the paper's form of error feedback
     activations: float = 0.0
     working: float = 0.0  # one microbatch's recomputed layer, or the logits and their gradient
@@ -88,9 +88,13 @@ def weights_memory(
     correction: str = "none",
     precision: Precision = BF16,
     shards: int = 1,
+    waiting: bool = True,
     paper_form: bool = False,
 ) -> StageMemory:
-    """Everything that grows with parameters: hidden `matrices`, and `others` (embedding, head, vectors)."""
+    """Everything that grows with parameters: hidden `matrices`, and `others` (embedding, head, vectors).
+
+    `waiting`: an asynchronous update waits for other ranks while the next group's gradients come in.
+    """
     parameters = matrices + others
     on_matrices, on_others = state_bytes(optimizer)
     separate = precision.bank != precision.master
@@ -102,7 +106,7 @@ def weights_memory(
     return StageMemory(
         banks=banks * parameters,
         master=precision.master * parameters / shards,
-        gradients=precision.gradient * parameters * (2 if asynchronous else 1),
+        gradients=precision.gradient * parameters * (2 if asynchronous and waiting else 1),
         state=(on_matrices * matrices + on_others * others) / shards,
         transient=precision.master * parameters / shards if extrapolates and separate else 0.0,
         correction=precision.master * parameters if asynchronous and paper_form else 0.0,

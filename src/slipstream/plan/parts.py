@@ -16,8 +16,9 @@ from slipstream.models.sizes import Cost, ModelConfig, embedding_cost, head_cost
 from slipstream.plan.devices import Device
 from slipstream.plan.memory import Precision
 
-# The loss holds the logits in 16 bit, in 32 bit, and the gradient of each, per logit of one microbatch.
-LOSS_BYTES_PER_LOGIT = 10
+# The loss makes the logits' gradient in pieces, with fp32 copies of one piece at a time, then joins them.
+LOSS_SCRATCH_PER_LOGIT, LOSS_SCRATCH_MOST = 12, 3 * 2**27
+WIDE_NORMS = 2  # norms of a layer, whose input is kept in fp32
 NEWTON_SCHULZ_STEPS = 5
 
 
@@ -48,6 +49,7 @@ class Part:
     activation_bytes: float
     checkpointed_bytes: float
     working_bytes: float  # alive only while this part runs its backward
+    scratch_bytes: float  # the same, but never more than LOSS_SCRATCH_MOST in all
     update_flops: float  # Newton-Schulz of its matrices
 
     @property
@@ -76,16 +78,20 @@ def build_model(
     """The parts of `config`; `timings` ("embedding", "layer", "head") replace the rates of the device."""
     timings = timings or {}
 
-    def part(name: str, cost: Cost, hidden: int, working: float, update: float, overhead: float) -> Part:
+    wide = 4 - precision.activation  # what fp32 adds to a value kept in the activations' precision
+
+    def part(name: str, cost: Cost, hidden: int, overhead: float, **extra: float) -> Part:
+        kept = cost.activation_bytes(precision.activation) + extra.pop("wide_values", 0) * wide
         seconds = cost.forward_flops * sequence / (device.peak_flops * device.efficiency)
         return Part(
             matrices=hidden,
             others=cost.parameters - hidden,
             timing=timings.get(name) or Timing(overhead, seconds, 2 * overhead, 2 * seconds),
-            activation_bytes=cost.activation_bytes(precision.activation) * sequence,
+            activation_bytes=kept * sequence,
             checkpointed_bytes=cost.activation_bytes(precision.activation, checkpointing=True) * sequence,
-            working_bytes=working,
-            update_flops=update,
+            working_bytes=extra.pop("working", 0.0) * sequence,
+            scratch_bytes=extra.pop("scratch", 0.0) * sequence,
+            update_flops=extra.pop("update", 0.0),
         )
 
     layer = layer_cost(config, sequence)
@@ -93,12 +99,22 @@ def build_model(
     hidden = sum(count * rows * columns for count, rows, columns in shapes)
     flops = sum(count * newton_schulz_flops(rows, columns) for count, rows, columns in shapes)
     overhead = device.layer_overhead
-    recomputed = layer.activation_bytes(precision.activation) * sequence
+    wide_values = config.dim * (WIDE_NORMS + (1 if config.experts else 0))  # the router reads fp32 too
+    recomputed = layer.activation_bytes(precision.activation) + wide_values * wide
     return Model(
-        embedding=part("embedding", embedding_cost(config), 0, 0.0, 0.0, overhead / 10),
-        layers=(part("layer", layer, hidden, recomputed, flops, overhead),) * config.layers,
+        embedding=part("embedding", embedding_cost(config), 0, overhead / 10),
+        layers=(
+            part("layer", layer, hidden, overhead, wide_values=wide_values, working=recomputed, update=flops),
+        )
+        * config.layers,
         head=part(
-            "head", head_cost(config), 0, LOSS_BYTES_PER_LOGIT * config.vocab * sequence, 0.0, overhead / 3
+            "head",
+            head_cost(config),
+            0,
+            overhead / 3,
+            wide_values=config.dim,
+            working=precision.activation * config.vocab,
+            scratch=LOSS_SCRATCH_PER_LOGIT * config.vocab,
         ),
         boundary_bytes=precision.activation * config.dim * sequence,
         tied_parameters=config.vocab * config.dim if config.tied else 0,
