@@ -64,7 +64,7 @@ def test_every_problem_is_reported_with_its_nearest_key():
         (["model.init_from=x"], "optim.name=adamw"),
         (["model.preset=cpu-defualt"], "Did you mean 'cpu-default'?"),
         (["model.heads=3"], "does not give 3 heads"),
-        (["pipeline.data_ranks=2"], "cannot be shared"),
+        (["pipeline.data_ranks=3"], "cannot be shared"),
         (["optim.correction=none", "optim.correction_lambda=1"], "cannot take effect without"),
         (["optim.schedule=constant", "optim.floor=0.5"], "cannot take effect"),
         (["train.dtype=bfloat16", "train.device=cpu"], "unusably slow"),

@@ -13,6 +13,9 @@ from slipstream.config.settings import Config, ModelSettings
 from slipstream.errors import ConfigError
 from slipstream.models.sizes import PRESETS, ModelConfig
 
+# Learning rates found by sweeps on the embedded corpus; elsewhere the optimizer's own default holds.
+TUNED_LR = {("cpu-default", "muon"): 0.01}
+
 
 def resolve(config: Config, *, world: int | None = None) -> Config:
     """Fill in the derived keys (`world`: torchrun's ranks, if it started us) and check the whole."""
@@ -120,7 +123,8 @@ def _optim(config: Config, problems: list[str]) -> dict[str, Any]:
             f"optim.floor = {optim.floor} cannot take effect with optim.schedule=constant. Drop it."
         )
     floor = optim.floor if optim.floor is not None else 0.0 if optim.schedule == "constant" else 0.1
-    return {"correction": correction, "floor": floor}
+    lr = optim.lr if optim.lr is not None else TUNED_LR.get((config.model.preset, optim.name))
+    return {"correction": correction, "floor": floor, "lr": lr}
 
 
 def _check_layers(config: Config, model: ModelConfig, problems: list[str]) -> None:

@@ -78,7 +78,7 @@ class PipelineSettings(Settings):
     schedule: ScheduleName = _field("2bw", "2bw, emulate (one process), or torch's synchronous schedules")
     stages: int | None = _layout(None, "pipeline stages (derived: 2; 1 for emulate; torchrun's ranks)", ge=1)
     microbatches: int = _field(8, "microbatches per update, m; never derived from the stages", ge=1)
-    microbatch_size: int = _field(1, "sequences per microbatch, over all data ranks", ge=1)
+    microbatch_size: int = _field(2, "sequences per microbatch, over all data ranks", ge=1)
     in_flight: int | None = _layout(
         None, "microbatches stage 0 keeps in flight, 2bw only (derived: from latency)", ge=1
     )
@@ -96,11 +96,13 @@ class OptimSettings(Settings):
     name: str = _field(
         "muon", "optimizer: muon, adamw, soap, adan, lion, ... (matrices; the rest take AdamW)"
     )
-    lr: float = _field(0.01, "peak learning rate", gt=0)
+    lr: float | None = _field(
+        None, "peak learning rate (derived: the preset's tuned one, or the optimizer's)", gt=0
+    )
     adamw_lr: float | None = _field(
         None, "peak learning rate of the tensors Muon leaves to AdamW (derived: the optimizer's rule)", gt=0
     )
-    weight_decay: float = _field(0.1, "decoupled weight decay", ge=0)
+    weight_decay: float | None = _field(None, "decoupled weight decay (derived: the optimizer's)", ge=0)
     betas: list[float] | None = _field(None, "moment decay rates (derived: the optimizer's)")
     momentum: float | None = _field(None, "momentum (derived: the optimizer's)", ge=0, lt=1)
     options: dict[str, Any] = _field({}, "further options handed to the optimizer as they are")
@@ -123,7 +125,7 @@ class OptimSettings(Settings):
 
 
 class TrainSettings(Settings):
-    steps: int = _field(300, "optimizer updates", ge=1)
+    steps: int = _field(400, "optimizer updates", ge=1)
     seed: int = _field(0, "seed of the weights and of the data order", ge=0)
     device: Literal["auto", "cpu", "cuda"] = _layout("auto", "auto: a GPU where there is one")
     dtype: Literal["float32", "bfloat16", "bfloat16_autocast"] = _field(
@@ -136,7 +138,7 @@ class TrainSettings(Settings):
     log_every: int = _output(1, "steps between lines; every step is in events.jsonl all the same", ge=1)
     eval_every: int = _output(100, "steps between validations; 0: only at the end", ge=0)
     eval_batches: int = _output(8, "update-sized batches per validation", ge=1)
-    sample_prompt: str = _output("def ", "prompt of the sample at the end")
+    sample_prompt: str = _output("def __init__(self", "prompt of the sample at the end")
     sample_tokens: int = _output(96, "tokens of the sample at the end; 0: none", ge=0)
     timeline_at: int = _output(20, "record the timeline of three groups after this step; 0: never", ge=0)
     trackers: list[Literal["tensorboard", "wandb"]] = _output([], "also log to tensorboard or wandb")

@@ -6,9 +6,8 @@ busy fraction of a stage = seconds it computed / seconds that passed
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 # Dense bfloat16 peaks in FLOP/s, by a part of the device's name.
@@ -30,40 +29,57 @@ def peak_flops(device_name: str) -> float | None:
     return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
 
 
-@dataclass(frozen=True)
-class Speed:
-    tokens_per_second: float
-    busy: tuple[float, ...]  # per stage, share of the time
-    mfu: float | None
-    eta_seconds: float
-
-
 @dataclass
 class Meter:
-    """Speed over the last `window` steps, so that a pause (validation, a resume) fades."""
+    """Speed over the last `window` marks, so that a pause (a validation, a restart) fades.
+
+    Times are those at which steps were handed in, given by the caller: steps are reported late and in bursts.
+    """
 
     total_steps: int
     tokens_per_step: int
     flops_per_token: float
     peak_flops: float | None = None  # of all devices together
     window: int = 20
-    clock: Callable[[], float] = time.perf_counter
-    _marks: deque[tuple[int, float, tuple[float, ...]]] = field(default_factory=deque)
+    _steps: deque[tuple[int, float]] = field(default_factory=deque)
+    _busy: deque[tuple[float, tuple[float, ...]]] = field(default_factory=deque)
 
-    def start(self, step: int, busy_seconds: Sequence[float] = ()) -> None:
-        """Begin (again) at `step`: what came before, a validation or a restart, does not count."""
-        self._marks.clear()
-        self._marks.append((step, self.clock(), tuple(busy_seconds)))
+    def start(self, step: int, time: float, busy_seconds: Sequence[float] = ()) -> None:
+        """Begin (again) after `step`: what came before does not count."""
+        self._steps.clear()
+        self._busy.clear()
+        self._steps.append((step, time))
+        self._busy.append((time, tuple(busy_seconds)))
 
-    def update(self, step: int, busy_seconds: Sequence[float] = ()) -> Speed:
-        """The speed after `step`; `busy_seconds` are each stage's running totals."""
-        self._marks.append((step, self.clock(), tuple(busy_seconds)))
-        while len(self._marks) > self.window + 1:
-            self._marks.popleft()
-        (first, began, before), (last, now, after) = self._marks[0], self._marks[-1]
-        elapsed, steps = max(now - began, 1e-9), last - first
-        rate = steps * self.tokens_per_step / elapsed
-        busy = tuple(min(1.0, max(0.0, (b - a) / elapsed)) for a, b in zip(before, after, strict=False))
-        mfu = rate * self.flops_per_token / self.peak_flops if self.peak_flops else None
-        left = (self.total_steps - step) * elapsed / steps if steps else 0.0
-        return Speed(rate, busy, mfu, left)
+    def step(self, step: int, time: float) -> None:
+        """`step` was handed in at `time`."""
+        self._steps.append((step, time))
+        if len(self._steps) > self.window + 1:
+            self._steps.popleft()
+
+    def stages(self, time: float, busy_seconds: Sequence[float]) -> None:
+        """Each stage's running total of busy seconds, as of `time`."""
+        self._busy.append((time, tuple(busy_seconds)))
+        if len(self._busy) > self.window + 1:
+            self._busy.popleft()
+
+    @property
+    def tokens_per_second(self) -> float:
+        (first, began), (last, now) = self._steps[0], self._steps[-1]
+        return (last - first) * self.tokens_per_step / max(now - began, 1e-9) if last > first else 0.0
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Share of the time each stage computed."""
+        (began, before), (now, after) = self._busy[0], self._busy[-1]
+        elapsed = max(now - began, 1e-9)
+        return tuple(min(1.0, max(0.0, (b - a) / elapsed)) for a, b in zip(before, after, strict=False))
+
+    @property
+    def mfu(self) -> float | None:
+        return self.tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
+
+    @property
+    def eta_seconds(self) -> float:
+        left = (self.total_steps - self._steps[-1][0]) * self.tokens_per_step
+        return left / self.tokens_per_second if self.tokens_per_second else 0.0

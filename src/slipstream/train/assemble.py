@@ -52,6 +52,8 @@ def assemble(
     """Build everything this rank needs; files are closed at the end."""
     model = build.shape(config, data)
     device = build.device(config, 0 if world is None else world.local_rank)
+    if config.train.dtype != "float32":  # what is left in float32 (the optimizer's) may take TF32
+        torch.set_float32_matmul_precision("high")
     train_data, valid_data = build.datasets(config, data)
     engine = _engine(config, model, world, device)
     if plan.source is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.data.tokens import Prefetch, TokenDataset
-from slipstream.train.loss import pack_targets
+from slipstream.models.loss import with_group_count
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def load(dataset: TokenDataset, group: int, place: Place) -> Batch:
     if not (place.first or place.last):
         return Batch(None, None)
     inputs, targets = dataset.batch(group)
-    inputs, targets = _share(inputs, place), _share(pack_targets(targets), place)
+    inputs, targets = _share(inputs, place), _share(with_group_count(targets), place)
     if place.pin:
         inputs, targets = inputs.pin_memory(), targets.pin_memory()
     return Batch(inputs if place.first else None, targets if place.last else None)

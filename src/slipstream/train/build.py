@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slipstream.config import Config
@@ -21,6 +21,7 @@ from slipstream.data.corpus import embedded
 from slipstream.data.shards import read_meta
 from slipstream.data.tokens import TokenDataset
 from slipstream.errors import UserError
+from slipstream.models.loss import TokenLoss
 from slipstream.models.sizes import ModelConfig
 from slipstream.models.stages import Stage, build_stage, split
 from slipstream.optim.build import build as build_optimizer
@@ -156,6 +157,13 @@ def learning_rate(config: Config) -> Callable[[int], float]:
     optim, steps = config.optim, config.train.steps
     assert optim.floor is not None
     return lr_schedule(optim.schedule, 1.0, steps, updates(optim.warmup, steps), optim.floor)
+
+
+def loss_function(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of one microbatch, as a share of the group's mean over tokens."""
+    shares = config.pipeline.microbatches * config.pipeline.data_ranks
+    loss = TokenLoss(shares, config.train.z_loss)
+    return torch.compile(loss.__call__) if config.train.compile else loss
 
 
 def preparation(config: Config) -> Callable[[nn.Module], Any] | None:

@@ -21,7 +21,6 @@ from slipstream.pipeline.emulator import Emulator
 from slipstream.schedule.timeline import Span
 from slipstream.train import build
 from slipstream.train.batches import Batch
-from slipstream.train.loss import token_loss
 from slipstream.train.state import snapshot
 
 AfterUpdate = Callable[[int], None]
@@ -92,7 +91,7 @@ class Emulated:
         self._emulator = Emulator(
             modules[0] if count == 1 else None,
             config.pipeline.microbatches,
-            token_loss(config.pipeline.microbatches, config.train.z_loss),
+            build.loss_function(config),
             build.optimizer_factory(config),
             build.correction(config),
             config.optim.max_grad_norm or None,

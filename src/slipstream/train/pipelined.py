@@ -18,7 +18,6 @@ from slipstream.schedule.timeline import Span
 from slipstream.train import build
 from slipstream.train.batches import Batch
 from slipstream.train.engine import AfterUpdate, share_embedding
-from slipstream.train.loss import token_loss
 from slipstream.train.state import snapshot
 
 
@@ -36,7 +35,7 @@ class Pipelined:
         self._schedule = Schedule2BW(
             stage,
             pipeline.microbatches,
-            token_loss(pipeline.microbatches * pipeline.data_ranks, config.train.z_loss),
+            build.loss_function(config),
             build.optimizer_factory(config),
             build.correction(config),
             config.optim.max_grad_norm or None,

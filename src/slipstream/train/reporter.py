@@ -51,6 +51,7 @@ class Seat:
 class Pending:
     step: int
     lr: float
+    time: float  # when it was handed in
     norm: float | None = None
 
 
@@ -86,10 +87,10 @@ class Reporter:
         self._losses.clear()
         self._post_stage()
         self._read_stages()
-        self._meter.start(step, self._stage_values("busy"))
+        self._meter.start(step, time.perf_counter(), self._stage_values("busy"))
 
     def submitted(self, step: int, lr: float, losses: list[Tensor]) -> None:
-        self._pending.append(Pending(step, lr))
+        self._pending.append(Pending(step, lr, time.perf_counter()))
         if losses:
             self._losses.append((step, torch.stack(losses)))
 
@@ -126,30 +127,31 @@ class Reporter:
         assert norm is not None
         skipped = not math.isfinite(norm)
         due = step % self._config.train.log_every == 0
+        self._meter.step(step, item.time)
         if due:
             self._post_stage()
             self._read_stages()
-        speed = self._meter.update(step, self._stage_values("busy"))
+            self._meter.stages(time.perf_counter(), self._stage_values("busy"))
         values: dict[str, Any] = {
             "loss": loss,
             "lr": item.lr,
             "grad_norm": norm,
             "skipped": skipped,
             "tokens": step * self._config.tokens_per_step,
-            "tokens_per_second": round(speed.tokens_per_second, 1),
-            "busy": [round(share, 4) for share in speed.busy],
-            "mfu": None if speed.mfu is None else round(speed.mfu, 4),
+            "tokens_per_second": round(self._meter.tokens_per_second, 1),
+            "busy": [round(share, 4) for share in self._meter.busy],
+            "mfu": None if (mfu := self._meter.mfu) is None else round(mfu, 4),
             "memory_bytes": self._stage_values("memory"),
-            "seconds": round(time.perf_counter() - self._began, 3),
+            "seconds": round(item.time - self._began, 3),
         }
         event = {"step": step} | values
         if self._recorder is not None:
             self._recorder.write("step", step, **values)
         if self._show is not None:
-            self._show.step(event, speed.eta_seconds)
+            self._show.step(event, self._meter.eta_seconds)
         if self._log is not None and due:
             print(f"step {step}  {step_line(event)}", file=self._log, flush=True)
-        self.busy = speed.busy or self.busy
+        self.busy = self._meter.busy or self.busy
         self.reported = step
         self._observe(step, loss, skipped)
 

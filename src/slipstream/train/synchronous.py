@@ -42,7 +42,6 @@ from slipstream.schedule.timeline import Span
 from slipstream.train import build
 from slipstream.train.batches import Batch
 from slipstream.train.engine import AfterUpdate
-from slipstream.train.loss import token_loss
 from slipstream.train.pipelined import mesh_groups
 from slipstream.train.state import snapshot
 
@@ -95,7 +94,7 @@ class Synchronous:
             for versions, index in zip(self._versions, indices, strict=True)
         ]
         self._busy = _timed(self._stages) if device.type == "cpu" else None
-        self._loss = token_loss(self._m * pipeline.data_ranks, config.train.z_loss)
+        self._loss = build.loss_function(config)
         self._folded, self._pipeline = pipeline.schedule == "zbv", group
         self._hidden = (pipeline.microbatch_size // pipeline.data_ranks, config.data.sequence, model.dim)
         self._schedule = _TORCH[pipeline.schedule](

@@ -1,0 +1,83 @@
+"""Numbers that are shown: speed, utilisation, the log and its cutting back, lines on the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from slipstream.metrics.progress import Show, duration
+from slipstream.metrics.record import Recorder, cut_back, has_event
+from slipstream.metrics.throughput import Meter, peak_flops
+
+
+def test_speed_is_tokens_over_time_and_does_not_depend_on_bursts():
+    meter = Meter(total_steps=100, tokens_per_step=1000, flops_per_token=2e6, peak_flops=1e10, window=4)
+    meter.start(10, 50.0, [1.0, 2.0])
+    for step in range(11, 21):
+        meter.step(step, 50.0 + 0.5 * (step - 10))
+    meter.stages(55.0, [6.0, 4.0])
+    assert meter.tokens_per_second == pytest.approx(2000)
+    assert meter.mfu == pytest.approx(2000 * 2e6 / 1e10)
+    assert meter.eta_seconds == pytest.approx(80 * 0.5)
+    assert meter.busy == pytest.approx((1.0, 0.4))
+    meter.start(20, 99.0, [6.0, 4.0])  # after a validation
+    meter.step(21, 99.25)
+    assert meter.tokens_per_second == pytest.approx(4000)
+
+
+def test_known_peaks():
+    assert peak_flops("NVIDIA H200") == 989e12
+    assert peak_flops("Some CPU") is None
+
+
+def test_the_log_is_cut_back_to_a_checkpoint(tmp_path):
+    recorder = Recorder(tmp_path)
+    for step in range(1, 6):
+        recorder.write("step", step, loss=float("nan") if step == 2 else 1.0)
+    recorder.write("checkpoint", 3, path="x")
+    recorder.write("finish", 5)
+    recorder.close()
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"event": "step", "ste')  # a kill in the middle of a line
+    cut_back(tmp_path, 3)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(event["event"], event["step"]) for event in events] == [
+        ("step", 1), ("step", 2), ("step", 3), ("checkpoint", 3),
+    ]  # fmt: skip
+    assert events[1]["loss"] is None
+    assert has_event(tmp_path, "checkpoint", 3)
+    assert not has_event(tmp_path, "step", 4)
+
+
+def test_waiting_for_a_step_to_be_on_record(tmp_path):
+    recorder = Recorder(tmp_path)
+    assert not recorder.wait_for(1, timeout=0.01)
+    recorder.write("step", 1)
+    assert recorder.wait_for(1, timeout=0.01)
+    recorder.close()
+
+
+EVENT = {
+    "step": 3, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.25, "skipped": False, "tokens_per_second": 1234.0,
+    "busy": [0.5, 1.0], "mfu": None, "memory_bytes": [2**30, 2**31],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_step_shows_what_matters(terminal):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=200)
+    with Show(10, console=console) as show:
+        show.step(EVENT, 93)
+        show.step(EVENT | {"step": 4, "skipped": True, "loss": None}, 4000)
+    text = out.getvalue()
+    for words in (
+        ("2.5000", "1,234 tok/s", "50%/100%", "2.00 GiB", "1:33", "not finite")
+        if not terminal
+        else ("1,234",)
+    ):
+        assert words in text
+    assert duration(4000) == "1:06:40"
