@@ -1,7 +1,7 @@
 """What runs left behind, read from run folders or from one compressed file: the same `Result` either way.
 
 A folder of results holds run folders (`<labels>-<digest>`) and exports (`*.jsonl.gz`, one line per run:
-settings that differ from the defaults, the whole validation curve, a thinned training curve). Tables need
+its settings, the whole validation curve, a thinned training curve). Tables need
 nothing else, so a study can be rebuilt from the small file alone. Invariant: a result is found by the
 digest of its config, never by its labels.
 """
@@ -17,11 +17,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import Config, from_tree
-from slipstream.config.write import flat
+from slipstream.config import from_tree
 from slipstream.errors import UserError
 from slipstream.metrics.events import Run, number, read_run
-from slipstream.study.sweep import Point, digest
+from slipstream.study.sweep import Point, digest, settings
 
 FAILED_FILE = "failed.json"
 TRAINING_POINTS = 200  # of a training curve in an export; each is the mean of its bucket
@@ -34,7 +33,7 @@ class Result:
 
     digest: str
     run: str  # name of its folder
-    settings: Mapping[str, Any]  # dotted keys that differ from the defaults
+    settings: Mapping[str, Any]  # its resolved config, dotted keys
     loss: float | None = None  # final validation loss at the master; None: failed, or not finite
     failed: str = ""
     steps: int = 0
@@ -89,7 +88,7 @@ def read_folder(folder: Path) -> Result | None:
     return Result(
         digest=digest(config),
         run=folder.name,
-        settings=different(config),
+        settings=settings(config),
         loss=loss,
         failed="" if loss is not None else "the loss is not finite",
         steps=config.train.steps,
@@ -109,7 +108,7 @@ def read_folder(folder: Path) -> Result | None:
 def write_failure(folder: Path, point: Point, message: str, trace: str = "") -> None:
     """Record that the run of `point` failed, even if it got no further than its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    record = {"digest": point.digest, "settings": different(point.config), "failed": message, "trace": trace}
+    record = {"digest": point.digest, "settings": settings(point.config), "failed": message, "trace": trace}
     (folder / FAILED_FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
@@ -152,16 +151,6 @@ def thinned(curve: Curve, points: int = TRAINING_POINTS) -> Curve:
         rows = curve[bucket * count // points : (bucket + 1) * count // points]
         result.append((rows[-1][0], statistics.fmean(y for _, y in rows)))
     return result
-
-
-def different(config: Config) -> dict[str, Any]:
-    """The dotted keys of a resolved config that differ from the defaults; where it ran does not matter."""
-    defaults = flat(Config())
-    return {
-        name: value
-        for name, value in flat(config).items()
-        if value != defaults[name] and name not in ("run.dir", "train.device")
-    }
 
 
 def _failure(folder: Path) -> Result | None:

@@ -21,13 +21,12 @@ from slipstream.study.results import (
     FAILED_FILE,
     Result,
     collect,
-    different,
     losses,
     read_folder,
     write_failure,
 )
 from slipstream.study.show import Show
-from slipstream.study.sweep import Expansion, Point, Study
+from slipstream.study.sweep import Expansion, Point, Study, settings
 
 POLL_SECONDS = 1.0
 
@@ -63,11 +62,11 @@ class Clock:
                 self._seen.append((_kind(result.settings), result.seconds / result.tokens))
 
     def observe(self, point: Point, seconds: float) -> None:
-        self._seen.append((_kind(different(point.config)), seconds / _tokens(point)))
+        self._seen.append((_kind(settings(point.config)), seconds / _tokens(point)))
 
     def seconds(self, point: Point) -> float | None:
         """None where nothing has been measured."""
-        kind = _kind(different(point.config))
+        kind = _kind(settings(point.config))
         for depth in range(len(kind), -1, -1):
             rates = [rate for seen, rate in self._seen if seen[:depth] == kind[:depth]]
             if rates:
@@ -158,17 +157,17 @@ def _wanted(point: Point, pattern: str | None) -> bool:
     return pattern is None or fnmatch.fnmatch(point.name, f"*{pattern}*")
 
 
-def _kind(settings: Mapping[str, Any]) -> tuple[Any, ...]:
+def _kind(keys: Mapping[str, Any]) -> tuple[Any, ...]:
     """What decides a run's speed, coarse to fine."""
-    model = tuple(sorted((key, str(value)) for key, value in settings.items() if key.startswith("model.")))
-    batch = tuple(settings.get(key) for key in ("pipeline.microbatches", "pipeline.microbatch_size"))
+    model = tuple(sorted((key, str(value)) for key, value in keys.items() if key.startswith("model.")))
+    batch = tuple(keys.get(key) for key in ("pipeline.microbatches", "pipeline.microbatch_size"))
     return (
         model,
-        settings.get("data.sequence"),
+        keys.get("data.sequence"),
         batch,
-        settings.get("optim.name"),
-        str(settings.get("pipeline.delay")),
-        settings.get("optim.correction"),
+        keys.get("optim.name"),
+        str(keys.get("pipeline.delay")),
+        keys.get("optim.correction"),
     )
 
 

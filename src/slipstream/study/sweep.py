@@ -38,7 +38,7 @@ Tree = dict[str, Any]
 Losses = Mapping[str, float | None]  # final validation loss by digest; None: the run failed
 
 _MEASURED = ("train.eval_every", "train.eval_batches")  # decide the curve, though not the trajectory
-_UNIMPORTANT = ("run.fork_from",)
+_PLACE = ("run.dir", "train.device")
 
 
 @dataclass(frozen=True)
@@ -211,18 +211,23 @@ class _Expansion:
 
 
 def digest(config: Config) -> str:
-    """What decides a run's numbers, as a short name: the keys that differ from their defaults.
-
-    Keys of the layout and of the output do not count, nor would a key that a later version adds.
-    """
-    values, defaults = flat(config), flat(Config())
+    """What decides a run's numbers, as a short name. Keys of the layout and of the output do not count."""
     counted = {key.name for key in describe() if key.reach is Reach.TRAJECTORY} | set(_MEASURED)
-    different = {
+    values = {name: value for name, value in settings(config).items() if name in counted}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """The dotted keys of a resolved run, without where it was and without what is off by default.
+
+    So neither a new default nor a new key that is off changes the name of an old run.
+    """
+    defaults = flat(Config())
+    return {
         name: value
-        for name, value in values.items()
-        if name in counted and name not in _UNIMPORTANT and value != defaults[name]
+        for name, value in flat(config).items()
+        if name not in _PLACE and value not in (None, {}, []) and (value or value != defaults[name])
     }
-    return hashlib.sha256(json.dumps(different, sort_keys=True).encode()).hexdigest()[:10]
 
 
 def _join(parts: Sequence[Combination]) -> Combination:
