@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -166,7 +167,7 @@ CORRECTIONS: dict[str, type[Correction]] = {
 
 
 def build_correction(spec: str | Correction, **options: Any) -> Correction:
-    """A correction by name.
+    """A correction by name, or a class of your own by its place: "package.module:Class".
 
     Options: `lam` for error_feedback, momentum_prediction and delay_compensation; `steps`, `delay` and
     `start` for lr_scaling.
@@ -181,16 +182,29 @@ def build_correction(spec: str | Correction, **options: Any) -> Correction:
         raise UserError(
             "Nesterov is an optimizer here: set the optimizer to 'nadamw' and the correction to 'none'."
         )
-    if spec not in CORRECTIONS:
+    kind = _own(spec) if ":" in spec else CORRECTIONS.get(spec)
+    if kind is None:
         near = difflib.get_close_matches(str(spec), CORRECTIONS, 1) or ["error_feedback"]
         raise UserError(
             f"No correction is called {spec!r}. Did you mean {near[0]!r}? There are {', '.join(CORRECTIONS)}."
         )
     try:
-        return CORRECTIONS[spec](**options)
+        return kind(**options)
     except TypeError as error:
         given = ", ".join(f"{key}={value}" for key, value in options.items()) or "no options"
         raise UserError(f"The correction {spec!r} cannot be made with {given}: {error}.") from error
+
+
+def _own(spec: str) -> type[Correction]:
+    """The class at "package.module:Class"."""
+    module, _, name = spec.partition(":")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"The correction {spec!r} cannot be found: {error}.") from error
+    if not (isinstance(found, type) and issubclass(found, Correction)):
+        raise UserError(f"{spec!r} is no correction: derive it from slipstream.optim.corrections.Correction.")
+    return found
 
 
 def synchronous_groups(start: int, finish: int, total: int) -> Callable[[int], bool]:
