@@ -12,8 +12,8 @@ from slipstream.errors import UserError
 
 # Two stages, updates every 10 s; the last stage is 3 s late at the start, the first 2 s late at the end.
 RANKS = [
-    RankSample(100.0, (115.0, 125.0, 135.0), 135.5, 7, ()),
-    RankSample(100.5, (113.0, 123.0, 133.0), 133.0, 9, ()),
+    RankSample(100.0, (115.0, 125.0, 135.0), 135.5, 6.0, 7, ()),
+    RankSample(100.5, (113.0, 123.0, 133.0), 133.0, 9.0, 9, ()),
 ]
 
 
@@ -30,18 +30,18 @@ class ScriptedPool:
         if isinstance(period, str):
             raise UserError(period)
         ends = tuple(period * (index + 1) for index in range(updates))
-        return [RankSample(0.0, ends, ends[-1], 1, ())] * work.stages
+        return [RankSample(0.0, ends, ends[-1], 0.5, 1, ())] * work.stages
 
 
 def test_fill_steady_state_and_drain_add_up_to_the_wall_clock() -> None:
     sample = summarise("slipstream", RANKS)
     assert (sample.period_seconds, sample.fill_seconds, sample.drain_seconds) == (10.0, 3.0, 2.5)
     assert sample.fill_seconds + 3 * sample.period_seconds + sample.drain_seconds == 135.5 - 100.0
-    assert sample.peak_memory_bytes == (7, 9)
+    assert (sample.cpu_seconds, sample.peak_memory_bytes) == ((2.0, 3.0), (7, 9))
 
 
 def test_the_slowest_rank_counts_in_the_bound_only() -> None:
-    ranks = [RankSample(0.0, (1.0, 2.0), 2.0, 0, ()), RankSample(0.0, (1.0, 4.0), 4.0, 0, ())]
+    ranks = [RankSample(0.0, (1.0, 2.0), 2.0, 0.0, 0, ()), RankSample(0.0, (1.0, 4.0), 4.0, 0.0, 0, ())]
     assert summarise("bound", ranks).period_seconds == 3.0
     assert summarise("torch_1f1b", ranks).period_seconds == 2.0
 
@@ -60,6 +60,7 @@ def test_rounds_rotate_the_order_and_a_failed_rival_is_not_asked_again() -> None
     assert (row["best_sync"], row["best_sync_ms"]) == ("torch_1f1b", 1500.0)
     assert (row["speedup_over_1f1b"], row["fraction_of_bound"]) == (1.2, 0.8)
     assert row["peak_memory_bytes"]["slipstream"] == [1, 1]
+    assert row["cpu_ms"]["slipstream"] == [250.0, 250.0]
 
 
 def test_our_own_failure_is_an_error_not_a_row() -> None:

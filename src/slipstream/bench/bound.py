@@ -1,16 +1,20 @@
-"""The bubble-free bound: one update's own work on every rank at the same time, with no communication.
+"""The bubble-free bound: our schedule's own actions on every rank at the same time, with nothing to wait for.
 
     bound = max over stages of  m (t_F + t_B) + t_update + t_publish
 
-measured, not computed: all ranks run together, so they share caches and memory bandwidth as a pipeline
-would. The weights are held as 2BW holds them (a master and two banks used in turn); clipping, where asked
-for, uses the rank's own norm.
+measured, not computed: all ranks run together, so they share caches and memory bandwidth as a pipeline would,
+and each stage keeps as many microbatches between forward and backward as it does in the pipeline (P-1-s, one of
+the reasons why a stage is slower than a loop of F, B, F, B). Inputs and gradients are local tensors. The update is
+ours too: a norm (the rank's own), the check that it is finite, clipping where asked for, the step, and the copy
+into the bank that nobody reads any more.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from copy import deepcopy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +23,17 @@ from slipstream.bench.work import Work, build_module, build_optimizer, group_inp
 from slipstream.torch_private import copy_
 
 
+class _InFlight(NamedTuple):
+    """A microbatch between its forward and its backward."""
+
+    bank: nn.Module
+    output: Tensor  # on the last stage, the loss
+    gradient: Tensor | None
+    ends_group: bool
+
+
 class BoundRun:
-    """One rank of the bound: `step` is one update, computed from local tensors only."""
+    """One rank of the bound: `step` hands in one group, whose last backwards may run in a later call."""
 
     def __init__(self, work: Work, rank: int) -> None:
         self.master = build_module(work, rank, work.stages)
@@ -29,38 +42,50 @@ class BoundRun:
         self.inputs = group_input(work).chunk(work.microbatches)
         self.targets = group_target(work).chunk(work.microbatches)
         self.work = work
+        self.warm_up = work.stages - 1 - rank
         self.is_first, self.is_last = rank == 0, rank == work.stages - 1
+        self.flight: deque[_InFlight] = deque()
         self.ends: list[float] = []
         self.losses: list[Tensor] = []
 
     def step(self) -> None:
         bank = self.banks[0]
         self.losses.clear()
-        for value, target in zip(self.inputs, self.targets, strict=True):
-            self._forward_backward(bank, value, target)
-        self._update(bank)
+        for index in range(self.work.microbatches):
+            self._forward(bank, index)
+            if len(self.flight) > self.warm_up:
+                self._backward()
         self.banks.reverse()
-        self.ends.append(time.perf_counter())
 
     def drain(self) -> None:
-        pass
+        while self.flight:
+            self._backward()
 
-    def _forward_backward(self, bank: nn.Module, value: Tensor, target: Tensor) -> None:
-        value = value.detach().requires_grad_(not self.is_first)
-        output = bank(value)
+    def _forward(self, bank: nn.Module, index: int) -> None:
+        value, target = self.inputs[index], self.targets[index]
+        output = bank(value.detach().requires_grad_(not self.is_first))
+        gradient: Tensor | None = target  # costs what the next stage's gradient would cost
         if self.is_last:
             loss = loss_fn(output, target)
-            (loss / self.work.microbatches).backward()
             self.losses.append(loss.detach())
-        else:
-            output.backward(target)  # any tensor of the right shape costs what the real gradient costs
+            output, gradient = loss / self.work.microbatches, None
+        self.flight.append(_InFlight(bank, output, gradient, index + 1 == self.work.microbatches))
+
+    def _backward(self) -> None:
+        bank, output, gradient, ends_group = self.flight.popleft()
+        output.backward(gradient)
+        if ends_group:
+            self._update(bank)
+            self.ends.append(time.perf_counter())
 
     def _update(self, bank: nn.Module) -> None:
         read, newest = list(bank.parameters()), list(self.master.parameters())
         for source, parameter in zip(read, newest, strict=True):
             parameter.grad, source.grad = source.grad, None
+        norm = nn.utils.get_total_norm([p.grad for p in newest if p.grad is not None])
+        assert torch.isfinite(norm), "the bench's own work diverged"
         if self.work.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(newest, self.work.max_grad_norm)
+            nn.utils.clip_grads_with_norm_(newest, self.work.max_grad_norm, norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         with torch.no_grad():

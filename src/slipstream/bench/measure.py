@@ -7,7 +7,7 @@ waits first and is done first), and the three add up:
     wall = fill + updates * period + drain
 
 A contender's time is the median of its samples; the least is reported too, as the estimate that a busy
-machine disturbs least. A schedule of torch's that fails is reported with its error and takes no further part.
+machine disturbs least, and so is the processor time. A schedule of torch's that fails is reported with its error and takes no further part.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Sample:
     period_seconds: float
     fill_seconds: float
     drain_seconds: float
+    cpu_seconds: tuple[float, ...]  # per update, of each rank
     peak_memory_bytes: tuple[int, ...]
 
 
@@ -157,5 +158,6 @@ def summarise(name: str, ranks: Sequence[RankSample]) -> Sample:
         period_seconds=period,
         fill_seconds=last.ends[0] - min(rank.start for rank in ranks) - period,
         drain_seconds=max(rank.finish for rank in ranks) - last.ends[-1],
+        cpu_seconds=tuple(rank.cpu_seconds / len(rank.ends) for rank in ranks),
         peak_memory_bytes=tuple(rank.peak_memory_bytes for rank in ranks),
     )

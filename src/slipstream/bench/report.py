@@ -40,9 +40,16 @@ def record(result: Result) -> dict[str, Any]:
         "drain_ms": _median_ms([sample.drain_seconds for sample in samples.get(ENGINE, ())]),
         "least_ms": {name: min(s.period_seconds for s in taken) * 1e3 for name, taken in samples.items()},
         "rounds_ms": {name: [s.period_seconds * 1e3 for s in taken] for name, taken in samples.items()},
+        "cpu_ms": {name: cpu_time(result, name) for name in samples},
         "peak_memory_bytes": {name: peak_memory(result, name) for name in samples},
         "errors": result.errors,
     }
+
+
+def cpu_time(result: Result, name: str) -> list[float]:
+    """Least processor time of each rank per update, all threads: what a contender costs beyond the bound."""
+    by_rank = zip(*(sample.cpu_seconds for sample in result.samples[name]), strict=True)
+    return [min(values) * 1e3 for values in by_rank]
 
 
 def peak_memory(result: Result, name: str) -> list[int]:
@@ -57,14 +64,14 @@ def print_result(console: Console, result: Result) -> None:
     work = result.work
     clip = f", clipped at {work.max_grad_norm:g}" if work.max_grad_norm is not None else ""
     table = Table(title=f"{work.stages} stages, {work.microbatches} microbatches, {work.kind}{clip}")
-    for heading in ("", "ms / update", "least", "of bound", "speed-up", "peak MB"):
+    for heading in ("", "ms / update", "least", "of bound", "speed-up", "cpu ms", "peak MB"):
         table.add_column(heading, justify="left" if heading == "" else "right")
     for name in (BOUND, *RIVALS, ENGINE):
         label = LABELS.get(name, name)
         time = result.milliseconds(name)
         if time is None:
             if name in result.errors:
-                table.add_row(label, "[red]failed[/]", "", "", "", "")
+                table.add_row(label, "[red]failed[/]")
             continue
         table.add_row(
             f"[bold]{label}[/]" if name == ENGINE else label,
@@ -72,6 +79,7 @@ def print_result(console: Console, result: Result) -> None:
             f"{row['least_ms'][name]:.1f}",
             _fixed(_ratio(row["bound_ms"], time)),
             _fixed(_ratio(row["torch_1f1b_ms"], time)),
+            " ".join(f"{milliseconds:.0f}" for milliseconds in row["cpu_ms"][name]),
             " ".join(f"{size / 2**20:.0f}" for size in row["peak_memory_bytes"][name]),
         )
     console.print(table)

@@ -43,6 +43,7 @@ class RankSample:
     start: float
     ends: tuple[float, ...]  # of each group
     finish: float
+    cpu_seconds: float  # of all the process's threads
     peak_memory_bytes: int
     losses: tuple[float, ...]
 
@@ -66,13 +67,14 @@ def _take_sample(rank: int, name: str, work: Work, warmup: int, updates: int) ->
     losses = tuple(float(loss.detach()) for loss in run.losses)
     run.ends.clear()
     dist.barrier()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     for _ in range(updates):
         run.step()
     run.drain()
-    finish = time.perf_counter()
+    finish, cpu_finish = time.perf_counter(), time.process_time()
     dist.barrier()
-    return RankSample(start, tuple(run.ends), finish, peak_memory_bytes() - resting_bytes, losses)
+    peak = peak_memory_bytes() - resting_bytes
+    return RankSample(start, tuple(run.ends), finish, cpu_finish - cpu_start, peak, losses)
 
 
 def build_run(name: str, work: Work, rank: int) -> Run:
