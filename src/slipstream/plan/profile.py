@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -84,8 +85,15 @@ def time_stage(
     optimizer: Optimizer,
     loss: Callable[[Tensor], Tensor] | None = None,
     repeats: int = REPEATS,
+    *,
+    first: bool = False,
+    in_flight: int = 1,
 ) -> StageSeconds:
-    """Medians over `repeats` of a stage's forward (with its loss, if it has one), backward and update."""
+    """Medians over `repeats` of a stage's forward (with its loss, if it has one), backward and update.
+
+    The `first` stage passes no gradient to its input. With `in_flight` microbatches between a forward and
+    its backward, activations leave the caches as they do in a run.
+    """
     import torch
 
     on_gpu = inputs.is_cuda
@@ -96,18 +104,24 @@ def time_stage(
         return time.perf_counter()
 
     rows = []
-    for _ in range(repeats + 2):  # two to warm up
-        fed = inputs.detach().requires_grad_() if inputs.is_floating_point() else inputs
+    waiting: deque[Tensor] = deque()
+    for _ in range(repeats + in_flight + 1):
+        fed = inputs.detach().clone()
+        fed.requires_grad_(inputs.is_floating_point() and not first)
         began = clock()
         result = module(fed)
-        result = loss(result) if loss is not None else result
+        waiting.append(loss(result) if loss is not None else result)
         forward = clock()
-        result.backward(torch.ones_like(result))
+        if len(waiting) < in_flight:
+            continue
+        oldest = waiting.popleft()
+        started = clock()
+        oldest.backward(torch.ones_like(oldest))
         backward = clock()
         optimizer.step()
         update = clock()
         optimizer.zero_grad(set_to_none=False)
-        rows.append((forward - began, backward - forward, update - backward))
+        rows.append((forward - began, backward - started, update - backward))
     return StageSeconds(*(median(column) for column in zip(*rows[2:], strict=True)))
 
 
