@@ -7,7 +7,8 @@ waits first and is done first), and the three add up:
     wall = fill + updates * period + drain
 
 A contender's time is the median of its samples; the least is reported too, as the estimate that a busy
-machine disturbs least, and so is the processor time. A schedule of torch's that fails is reported with its error and takes no further part.
+machine disturbs least, and so is the processor time. A schedule of torch's that fails is reported with its
+error and takes no further part.
 """
 
 from __future__ import annotations

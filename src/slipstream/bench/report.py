@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -63,9 +64,11 @@ def print_result(console: Console, result: Result) -> None:
     row = record(result)
     work = result.work
     clip = f", clipped at {work.max_grad_norm:g}" if work.max_grad_norm is not None else ""
-    table = Table(title=f"{work.stages} stages, {work.microbatches} microbatches, {work.kind}{clip}")
-    for heading in ("", "ms / update", "least", "of bound", "speed-up", "cpu ms", "peak MB"):
-        table.add_column(heading, justify="left" if heading == "" else "right")
+    title = f"{work.stages} stages, {work.microbatches} microbatches, {work.kind}{clip}: ms per update"
+    table = Table(title=title, box=SIMPLE_HEAD)
+    table.add_column(no_wrap=True)
+    for heading in ("median", "least", "of bound", "speed-up", "cpu ms", "peak MB"):
+        table.add_column(heading, justify="right")
     for name in (BOUND, *RIVALS, ENGINE):
         label = LABELS.get(name, name)
         time = result.milliseconds(name)
