@@ -77,12 +77,15 @@ def pipeline(
 
 @app.command()
 def optim(
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Model whose matrices are stepped.")] = None,
+    rounds: Annotated[int, typer.Option(help="Samples of each; the median counts.")] = 7,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Time of one optimizer step and of the delay corrections."""
     from slipstream.bench import optim as optimizer_bench
 
-    optimizer_bench.run(as_json=as_json)
+    optimizer_bench.run(as_json=as_json, device=device, preset=preset, rounds=rounds)
 
 
 def _counts(text: str) -> list[int]:
