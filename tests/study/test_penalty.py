@@ -20,30 +20,37 @@ def log_curve(slope: float, end: float, tokens: int = 1000, points: int = 20):
 
 @given(st.floats(0.01, 2.0), st.floats(0.001, 2.0))
 def test_on_a_logarithmic_curve_the_penalty_is_exp_of_gap_over_slope(slope, gap):
-    found = token_penalty(log_curve(slope, 3.0), 1000, 3.0 + gap)
+    found = token_penalty(log_curve(slope, 3.0), 3.0, 3.0 + gap)
     assert found is not None
     assert found.value == pytest.approx(math.exp(gap / slope), rel=1e-9)
     assert found.extrapolated == (gap > slope * math.log(20) + 1e-12)
 
 
 def test_no_gap_costs_nothing():
-    assert token_penalty(log_curve(0.4, 3.0), 1000, 3.0) == Penalty(pytest.approx(1.0), False)
+    assert token_penalty(log_curve(0.4, 3.0), 3.0, 3.0) == Penalty(pytest.approx(1.0), False)
 
 
 def test_a_better_loss_saves_tokens_and_is_marked():
-    found = token_penalty(log_curve(0.5, 3.0), 1000, 2.9)
+    found = token_penalty(log_curve(0.5, 3.0), 3.0, 2.9)
     assert found == Penalty(pytest.approx(math.exp(-0.2)), True)
 
 
 def test_between_two_points_the_logarithm_is_interpolated():
     # Half-way between 100 and 400 tokens in loss is 200 tokens in geometric terms.
-    assert token_penalty([(100, 5.0), (400, 4.0)], 800, 4.5) == Penalty(pytest.approx(4.0), False)
+    assert token_penalty([(100, 5.0), (400, 4.0)], 4.0, 4.5) == Penalty(pytest.approx(2.0), False)
 
 
 def test_bumps_of_the_curve_are_left_out():
     bumpy = [(0.0, 9.0), (10.0, 5.0), (20.0, 5.5), (40.0, 4.0), (50.0, 4.2)]
     assert envelope(bumpy) == [(10.0, 5.0), (40.0, 4.0)]
-    assert token_penalty([(10.0, 5.0), (20.0, 5.5)], 20, 5.2) is None
+    assert token_penalty([(10.0, 5.0), (20.0, 5.5)], 5.0, 5.2) is None
+
+
+def test_a_curve_that_rises_again_costs_nothing_by_itself():
+    # The synchronous run ends at 4.2, which it had passed before: ending there too is no penalty.
+    overfit = [(10.0, 5.0), (40.0, 4.0), (50.0, 4.2)]
+    assert token_penalty(overfit, 4.2, 4.2) == Penalty(pytest.approx(1.0), False)
+    assert token_penalty(overfit, 4.2, 4.6) == Penalty(pytest.approx(4**0.4), False)
 
 
 def test_mean_is_geometric_with_the_interval_of_the_logarithm():

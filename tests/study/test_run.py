@@ -78,6 +78,10 @@ def test_the_toy_study_end_to_end(tmp_path, data, capsys):
     hurried = run_study(study, out, Limits(minutes=1e-9), Show(out))
     assert (hurried.finished, hurried.stopped, hurried.left) == ([], "time", 5)
 
+    command("list", file, *overrides, "--results", out)
+    told = capsys.readouterr().out
+    assert told.count("missing") == 5
+    assert f"mode=sync  {sync.loss:.4f}" in told
     command("export", file, *overrides, "--results", out, "--out", tmp_path / "docs")
     assert "5 runs" in capsys.readouterr().out
     export = tmp_path / "docs" / "toy.jsonl.gz"
@@ -91,6 +95,13 @@ def test_the_toy_study_end_to_end(tmp_path, data, capsys):
     # An export in the folder of another machine stands for its runs.
     elsewhere = run_study(study, tmp_path / "docs", Limits(only="optimizer=muon"), Show(out))
     assert elsewhere.finished == []
+
+
+def test_tables_of_nothing_are_a_clear_error(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["study", "table", str(TOY), "--results", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "No run of" in capsys.readouterr().err
 
 
 def test_missing_data_is_said_once(tmp_path):

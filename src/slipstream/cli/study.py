@@ -50,9 +50,7 @@ def run(
     )
     left = f", {outcome.left} left" if outcome.left else ""
     waiting = f", {outcome.waiting} more once a grid has ended" if outcome.waiting else ""
-    show.note(
-        f"{len(outcome.finished)} runs finished, {len(outcome.failed)} failed{left}{waiting}. Runs: {out}"
-    )
+    show.note(f"{len(outcome.finished)} runs finished, {len(outcome.failed)} failed{left}{waiting}.")
     show.note(f"Next: slipstream study table {file} --results {out}")
 
 

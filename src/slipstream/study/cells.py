@@ -130,14 +130,11 @@ def _compare(cell: Cell, chosen: Mapping[tuple[Labels, str], Cell], layout: Layo
     if baseline is not None and cell.mode != layout.baseline:
         recovered = share_recovered(cell.losses, reference.losses, baseline.losses)
     found = []
-    for seed, result in cell.results.items():
-        curve = _curve(seed, cell, reference, chosen, layout)
-        if curve is None or result.loss is None:
-            continue
-        penalty = token_penalty(curve, result.tokens, result.loss)
-        if penalty is not None:
-            found.append(penalty)
-    penalty = mean_penalty(found)
+    for seed, loss in cell.losses.items():
+        if seed in reference.losses:
+            curve = _curve(seed, cell, reference, chosen, layout)
+            found.append(token_penalty(curve, reference.losses[seed], loss))
+    penalty = mean_penalty([penalty for penalty in found if penalty is not None])
     return replace(
         cell,
         gap=paired_gap(cell.losses, reference.losses),
@@ -149,10 +146,10 @@ def _compare(cell: Cell, chosen: Mapping[tuple[Labels, str], Cell], layout: Layo
 
 def _curve(
     seed: str, cell: Cell, reference: Cell, chosen: Mapping[tuple[Labels, str], Cell], layout: Layout
-) -> Curve | None:
+) -> Curve:
     """Synchronous loss against tokens: by run length where the study has lengths, else within the paired run."""
     if layout.length is None:
-        return reference.results[seed].validation if seed in reference.results else None
+        return reference.results[seed].validation
     others = [
         sync
         for (group, mode), sync in chosen.items()

@@ -1,8 +1,9 @@
 """What a loss gap is worth: extra tokens, and what is then left of the speed-up.
 
-The token penalty of a delayed run is  T / τ:  it needed T tokens to end at loss L, and synchronous training
-was at L after τ. τ is read off a curve of synchronous loss against tokens, linear in (ln tokens, loss) between
-its points:
+The token penalty of a delayed run is  τ(L_sync) / τ(L):  L_sync and L are the losses the two runs end at, τ the
+tokens at which synchronous training gets there. On a curve that falls to its end τ(L_sync) is all the tokens T, and
+the penalty is T / τ(L). τ is read off a curve of synchronous loss against tokens, linear in (ln tokens, loss)
+between its points:
 
     within a run   the validation curve of the paired synchronous run (same seed), its running minimum
     by length      the final losses of synchronous runs of several lengths, each with its own whole schedule
@@ -32,20 +33,19 @@ Curve = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Penalty:
-    """T / τ for one pair of runs."""
+    """τ(L_sync) / τ(L) for one pair of runs."""
 
     value: float
     extrapolated: bool
 
 
-def token_penalty(curve: Curve, tokens: float, loss: float) -> Penalty | None:
-    """T / τ with τ read off the synchronous `curve`; None where the curve has no slope to read."""
+def token_penalty(curve: Curve, synchronous: float, loss: float) -> Penalty | None:
+    """What ending at `loss` and not at `synchronous` is worth on the `curve`; None where that has no slope."""
     falling = envelope(curve)
     if len(falling) < 2:
         return None
-    at = tokens_at(falling, loss)
-    outside = loss > falling[0][1] or loss < falling[-1][1]
-    return Penalty(tokens / at, outside)
+    value = tokens_at(falling, synchronous) / tokens_at(falling, loss)
+    return Penalty(value, extrapolated=loss > falling[0][1] or loss < falling[-1][1])
 
 
 def tokens_at(curve: Curve, loss: float) -> float:

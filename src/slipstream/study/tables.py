@@ -61,8 +61,8 @@ def loss_table(cells: Sequence[Cell], layout: Layout) -> Table:
     )
     note = (
         "Validation loss at the master after the last update: mean ± standard error over seeds. Gap: paired by "
-        f"seed, 95 % t-interval in brackets. Token penalty: tokens used / tokens at which {curve} reached the "
-        "same loss."
+        f"seed, 95 % t-interval in brackets. Token penalty: tokens at which {curve} reached its end / tokens at "
+        "which it was at this mode's loss."
     )
     if any(cell.extrapolated for cell in cells):
         note += " *: extrapolated beyond that curve."
