@@ -151,22 +151,23 @@ class Fitter:
                 head = pieces + max(pieces, min(size * part.scratch_bytes, LOSS_SCRATCH_MOST))
             elif shape.checkpointing:
                 layer = max(layer, size * part.working_bytes)
-        # Three moments compete: a backward begins; it ends with all its narrow gradients; an update runs.
-        working, one = max(head, layer), self._held_by(chunks, shape)
+        # Three moments compete: a backward begins (counted so far); it ends, its activations gone but all its
+        # gradients there in the banks' precision; an update runs, when no microbatch is half done.
+        working = max(head, layer)
         narrow = job.precision.bank if job.precision.bank != job.precision.gradient else 0
-        ends = narrow * sum(part.parameters for part in parts)
+        backward_ends = max(
+            narrow * sum(part.parameters for part in stage_parts(model, layers)) - self._held(layers, shape)
+            for layers in chunks
+        )
+        update_runs = weights.transient - min(self._held(layers, shape) for layers in chunks)
         links = 0 if shape.stages == 1 else 4  # one in use and one posted ahead, forward and backward
         return replace(
             weights,
             activations=activations,
             working=working,
-            transient=max(0.0, max(weights.transient, ends) - one - working),
+            transient=max(0.0, backward_ends - working, update_runs - working),
             buffers=links * model.boundary_bytes * size,
         )
-
-    def _held_by(self, chunks: Sequence[range], shape: Shape) -> float:
-        """What a microbatch that is done gives back, on the chunk that keeps least."""
-        return min(self._held(layers, shape) for layers in chunks)
 
     def _held(self, layers: range, shape: Shape) -> float:
         """Bytes one microbatch keeps on a stage between its forward and its backward."""
