@@ -8,7 +8,8 @@ import re
 import pytest
 
 from slipstream.metrics.events import read_run
-from slipstream.metrics.report import labels, report, sections, write_report
+from slipstream.metrics.report import report, sections, write_report
+from slipstream.metrics.report_columns import labels
 from slipstream.metrics.report_page import (
     BUCKETS,
     KEPT_AS_THEY_ARE,

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.metrics.events import Event, Follower, Run, number, read_run
-from slipstream.metrics.report import duration, shape, si
+from slipstream.metrics.report_columns import duration, shape, si
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 STATUS_STYLE = {"finished": "green", "failed": "red", "running": "cyan", "empty": "dim"}

@@ -1,0 +1,109 @@
+"""A run's rows as named, coloured curves, and figures in words: what report sections and the live view
+share.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from slipstream.metrics.events import Event, Run, number
+from slipstream.metrics.report_page import Series
+
+STAGE_CURVES = 8  # beyond this many stages a curve per stage is unreadable: a band instead
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """Distinct names: the folder's, with its parent's where two agree, numbered where even those do."""
+    short = [run.name for run in runs]
+    names = [
+        name if short.count(name) == 1 else f"{run.path.resolve().parent.name}/{name}"
+        for run, name in zip(runs, short, strict=True)
+    ]
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[:index].count(name) + 1})"
+        for index, name in enumerate(names)
+    ]
+
+
+class Columns:
+    """One run's step rows, read once, and how its curves are named and coloured."""
+
+    def __init__(self, run: Run, name: str, alone: bool, colour: int) -> None:
+        self.run, self.name, self.alone, self.colour = run, name, alone, colour
+        self.steps = run.surviving("step")
+        self.validation = run.surviving("validation")
+        self.start = run.last("start")
+
+    def curve(
+        self, rows: Sequence[Event], key: str, name: str, *, scale: float = 1.0, **style: Any
+    ) -> Series:
+        points = [(row["step"], value * scale) for row in rows if (value := number(row.get(key))) is not None]
+        style.setdefault("colour", None if self.alone else self.colour)
+        return Series(self.label(name), [x for x, _ in points], [y for _, y in points], **style)
+
+    def label(self, name: str) -> str:
+        return name if self.alone else f"{self.name}: {name}"
+
+    def stage_curves(self, key: str, scale: float = 1.0) -> list[Series]:
+        """A curve per stage for one run of few stages; else the mean over stages in a band of their range."""
+        rows = [(row["step"], values) for row in self.steps if (values := numbers(row.get(key)))]
+        count = max((len(values) for _, values in rows), default=0)
+        xs = [step for step, values in rows if len(values) == count]
+        table = [[value * scale for value in values] for _, values in rows if len(values) == count]
+        if not table:
+            return []
+        if self.alone and count <= STAGE_CURVES:
+            return [Series(f"stage {stage}", xs, [row[stage] for row in table]) for stage in range(count)]
+        mean = [statistics.fmean(row) for row in table]
+        band = ([min(row) for row in table], [max(row) for row in table])
+        return [
+            Series(self.label("mean of stages"), xs, mean, *band, colour=None if self.alone else self.colour)
+        ]
+
+    def seconds_at(self, event: Event) -> float | None:
+        """Wall clock of the run when an event was written: by the step row beside it, else by the clock."""
+        began = number(self.run.events[0].get("time")) if self.run.events else None
+        at = number(event.get("time"))
+        return None if began is None or at is None else at - began
+
+
+def numbers(values: object) -> list[float]:
+    """The finite numbers of a list; nothing of anything else."""
+    if not isinstance(values, list):
+        return []
+    return [found for value in values if (found := number(value)) is not None]
+
+
+def si(value: float | None, unit: str = "") -> str:
+    """1234567 -> '1.23M'."""
+    if value is None:
+        return "–"
+    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{letter}{unit}"
+    return f"{value:.4g}{unit}"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (
+        f"{hours} h {minutes:02d} min"
+        if hours
+        else f"{minutes} min {rest:02d} s"
+        if minutes
+        else f"{seconds:.1f} s"
+    )
+
+
+def shape(start: Event) -> str:
+    """A run's layout in words, from its start event."""
+    if not start:
+        return ""
+    schedule, stages, data = (start.get(key, "?") for key in ("schedule", "stages", "data_ranks"))
+    words = f"{schedule}, {stages} stage{'' if stages == 1 else 's'}"
+    return words if data == 1 else f"{words} x {data} data ranks"
