@@ -74,6 +74,8 @@ def assemble(
         monitor = Monitor(config.health.spike, config.health.max_skipped)
         reporter = _reporter(config, model, seat, engine, board, recorder, show, _observer(monitor, warn))
         stack.callback(reporter.close)
+        writer = _writer(config, seat, plan, recorder, warn)
+        stack.callback(writer.close)
         yield Parts(
             config=config,
             model=model,
@@ -86,7 +88,7 @@ def assemble(
             device=device,
             learning_rate=build.learning_rate(config),
             reporter=reporter,
-            writer=_writer(config, seat, plan, recorder, warn),
+            writer=writer,
             monitor=monitor,
             recorder=recorder,
             show=show,

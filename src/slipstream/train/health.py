@@ -10,6 +10,7 @@ A bit-level checksum of a tensor is the sum of its bytes' words, plain and weigh
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -63,7 +64,7 @@ class Monitor:
 
 def checksum(tensors: Iterable[Tensor]) -> str:
     """A hash of the bits of the tensors, in order."""
-    total = 0
+    digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         words = tensor.detach().contiguous().flatten()
         words = words.view(
@@ -71,9 +72,9 @@ def checksum(tensors: Iterable[Tensor]) -> str:
         )
         words = words.to(torch.int64)
         position = torch.arange(1, 2 * words.numel(), 2, device=words.device)
-        for part in torch.stack([words.sum(), (words * position).sum()]).tolist():
-            total = (total * 6364136223846793005 + part + 1) % 2**64
-    return f"{total:016x}"
+        sums = torch.stack([words.sum(), (words * position).sum()])
+        digest.update(sums.cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def fingerprint(state: Mapping[str, Any], tied: Iterable[str]) -> dict[str, str]:
@@ -83,9 +84,9 @@ def fingerprint(state: Mapping[str, Any], tied: Iterable[str]) -> dict[str, str]
     for reader, bank in state["banks"].items():
         found[f"bank of group {reader}"] = checksum(bank.values())
     for name in tied & state["master"].keys():
-        found["tied/master"] = checksum([state["master"][name]])
+        found[f"tied/{name}/master"] = checksum([state["master"][name]])
         for reader, bank in state["banks"].items():
-            found[f"tied/bank of group {reader}"] = checksum([bank[name]])
+            found[f"tied/{name}/bank of group {reader}"] = checksum([bank[name]])
     return found
 
 
@@ -105,14 +106,15 @@ def divergence(
                     f"0 and data rank {rank // stages}. The run was stopped; earlier checkpoints are "
                     "untouched."
                 )
-    tied: dict[str, dict[str, list[int]]] = {}
+    tied: dict[str, dict[str, str]] = {}  # what -> checksum -> one holder
     for rank, own in posts.items():
-        for what, value in own.items():
-            if what.startswith("tied/"):
-                tied.setdefault(what.removeprefix("tied/"), {}).setdefault(value, []).append(rank % stages)
+        for key, value in own.items():
+            if key.startswith("tied/"):
+                _, name, what = key.split("/", 2)
+                tied.setdefault(what, {}).setdefault(value, f"stage {rank % stages} ({name})")
     for what, values in tied.items():
         if len(values) > 1:
-            holders = " and ".join(f"stage {ranks[0]}" for ranks in values.values())
+            holders = " and ".join(values.values())
             return (
                 f"Silent divergence at step {step}: the tied embedding in the {what} differs between "
                 f"{holders}. "

@@ -24,6 +24,7 @@ from slipstream.train import checkpoint
 from slipstream.train.state import Digest, digest, sync, write_piece
 
 POLL_SECONDS = 0.02
+CLOSING_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Writer:
     _jobs: queue.Queue = field(default_factory=lambda: queue.Queue(maxsize=1))
     _thread: threading.Thread | None = None
     _last_failure: CheckpointError | None = None
+    _closed: threading.Event = field(default_factory=threading.Event)
 
     def submit(self, step: int, tree: dict[str, Any], meta: dict[str, Any]) -> None:
         if self._thread is None:
@@ -68,6 +70,14 @@ class Writer:
         if self._last_failure is not None:
             raise self._last_failure
 
+    def close(self) -> None:
+        """After a failure of the run: a moment for what is under way, then nothing more is committed."""
+        if self._thread is not None:
+            with contextlib.suppress(queue.Full):
+                self._jobs.put(None, timeout=CLOSING_SECONDS)
+            self._thread.join(CLOSING_SECONDS)
+        self._closed.set()
+
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             step, tree, meta = job
@@ -76,6 +86,8 @@ class Writer:
                 self._last_failure = None
             except CheckpointError as error:
                 self._last_failure = error
+                if self._closed.is_set():
+                    return
                 text = f"Checkpoint of step {step} failed: {error} Earlier checkpoints are untouched."
                 self.failed(step, text)
 
@@ -106,7 +118,7 @@ class Writer:
             while not text.exists():
                 if failure.exists():
                     raise CheckpointError(failure.read_text(encoding="utf-8"))
-                if time.monotonic() > deadline:
+                if self._closed.is_set() or time.monotonic() > deadline:
                     raise CheckpointError(f"'{piece}' did not arrive within {self.timeout_seconds:g} s.")
                 time.sleep(POLL_SECONDS)
             stored = json.loads(text.read_text(encoding="utf-8"))["files"]

@@ -1,0 +1,187 @@
+"""The command line: errors without a traceback, exit codes, JSON and nothing else, the pulse of every command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.train.conftest import TINY, make_data
+
+from slipstream.cli import main
+from slipstream.models.sizes import PRESETS, parameters
+
+
+def run(*arguments: str, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "slipstream", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, **options)
+
+
+def exit_code(arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    return caught.value.code  # pyright: ignore[reportReturnType]
+
+
+def test_a_users_mistake_prints_no_traceback_and_exits_with_2(capsys):
+    assert exit_code(["train", "train.stpes=3", "optim.lr=fast"]) == 2
+    error = capsys.readouterr().err
+    assert "2 problems in the configuration" in error
+    assert "Did you mean train.steps?" in error
+    assert "optim.lr = 'fast'" in error
+    assert "Traceback" not in error
+
+
+def test_a_missing_file_and_an_unknown_command(capsys):
+    assert exit_code(["train", "nowhere.toml"]) == 2
+    assert "There is no file 'nowhere.toml'" in capsys.readouterr().err
+    assert exit_code(["trian"]) == 2
+    assert "Did you mean 'train'?" in capsys.readouterr().err
+
+
+def test_dry_run_prints_a_run_that_can_be_started(capsys, tmp_path):
+    assert exit_code(["train", "--dry-run", "optim.lr=3e-4", "pipeline.stages=4"]) == 0
+    printed = capsys.readouterr().out
+    assert f"# parameters: {parameters(PRESETS['cpu-default']):,}" in printed
+    assert "lr = 0.0003" in printed
+    (tmp_path / "run.toml").write_text(printed)
+    assert exit_code(["train", str(tmp_path / "run.toml"), "--dry-run"]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_config_lists_every_key(capsys):
+    assert exit_code(["config", "--json"]) == 0
+    rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)}
+    for key in ("run.dir", "train.steps", "train.seed", "checkpoint.every", "pipeline.stages", "pipeline.schedule",
+                "pipeline.microbatches", "optim.name", "optim.lr", "optim.correction", "data.path",
+                "model.preset", "model.init_from"):  # fmt: skip
+        assert rows[key]["meaning"]
+    assert rows["pipeline.stages"]["on_resume"] == "layout"
+    assert exit_code(["config", "checkpoint"]) == 0
+    text = capsys.readouterr().out
+    assert "checkpoint.every = 100" in text
+    assert "optim.lr" not in text
+
+
+def test_commands_that_need_no_torch_do_not_import_it():
+    code = (
+        "import sys; from slipstream.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules"
+    )
+    for arguments in (["--help"], ["config"], ["train", "--dry-run"], ["train", "--help"]):
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> list[str]:
+    return [*TINY, f"data.path={make_data(tmp_path_factory.mktemp('data'))}"]
+
+
+def test_train_generate_and_train_again(tmp_path):
+    """The real command, on the embedded corpus: it starts its ranks, trains, samples, and says what it wrote."""
+    small = [
+        "model.dim=32",
+        "model.layers=2",
+        "model.ffn=64",
+        "data.sequence=32",
+        "train.steps=3",
+        "checkpoint.every=2",
+    ]
+    place = f"run.dir={tmp_path / 'run'}"
+    done = run("train", place, *small)
+    assert done.returncode == 0, done.stderr
+    assert "unigram entropy of the corpus" in done.stdout
+    assert "sample:" in done.stdout
+    assert "step 3/3" in done.stdout
+    for name in ("report.html", "events.jsonl", "config.toml", "environment.json", "tokenizer.json"):
+        assert str(tmp_path / "run" / name) in done.stdout
+        assert (tmp_path / "run" / name).is_file()
+    written = run("generate", str(tmp_path / "run"), "import ", "--tokens", "8", "--json")
+    assert written.returncode == 0, written.stderr
+    answer = json.loads(written.stdout)
+    assert (answer["step"], answer["prompt"]) == (3, "import ")
+    again = run("generate", str(tmp_path / "run"), "import ", "--tokens", "8")
+    assert again.stdout == "import " + answer["text"] + "\n"
+    finished = run("train", str(tmp_path / "run" / "config.toml"))
+    assert finished.returncode == 0
+    assert "This run is finished: 3 steps" in finished.stdout
+
+
+def events(folder: Path) -> list[dict]:
+    path = folder / "events.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if any(event["event"] == "step" and event["step"] >= step for event in events(folder)):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was never reached")
+
+
+def workers_of(pid: int) -> list[int]:
+    out = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
+    return [int(line) for line in out.split()]
+
+
+def test_ctrl_c_saves_and_exits_cleanly_and_a_killed_launcher_leaves_nothing(tiny, tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "slipstream", "train", *tiny, f"run.dir={folder}", "train.steps=5000"]
+    command += ["checkpoint.every=50"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for_step(folder, 5)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert "saved. The same command resumes it." in out
+    stopped = [event["step"] for event in events(folder) if event["event"] == "checkpoint"][-1]
+    assert f"Stopped at step {stopped}" in out
+
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for_step(folder, stopped + 5)
+    workers = workers_of(process.pid)
+    assert len(workers) == 2
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 15
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline, "workers outlived their launcher"
+        time.sleep(0.05)
+    steps = [event["step"] for event in events(folder) if event["event"] == "step"]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_resume_by_themselves(tiny, tmp_path):
+    folder, plain = tmp_path / "run", tmp_path / "plain"
+    settings = [*tiny, "train.steps=300", "checkpoint.every=20"]
+    assert run("train", *settings, f"run.dir={plain}", "pipeline.schedule=emulate").returncode == 0
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["--max-restarts=3", "-m", "slipstream", "train", *settings, f"run.dir={folder}"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    wait_for_step(folder, 50)
+    os.kill(workers_of(process.pid)[-1], signal.SIGKILL)
+    out, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, out
+    from tests.train.conftest import assert_equal_weights
+
+    from slipstream.train.master import load_master
+
+    assert_equal_weights(load_master(folder).weights, load_master(plain).weights)
+    steps = [event["step"] for event in events(folder) if event["event"] == "step"]
+    assert steps == list(range(1, 301))

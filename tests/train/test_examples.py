@@ -1,0 +1,55 @@
+"""Every file in examples/ has a pulse: runs train a few steps (shrunk to this machine), scripts run as they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.train.conftest import VOCAB
+
+from slipstream.config import load, resolve
+from slipstream.train import session
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RUNS = sorted(EXAMPLES.glob("*.toml"))
+SCRIPTS = {
+    "drop_in.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+    "delay_on_one_device.py": [],
+}
+SHRUNK = [
+    f"model.vocab={VOCAB}", "model.dim=16", "model.layers=4", "model.heads=2", "model.kv_heads=1", "model.ffn=32",
+    "data.sequence=16", "train.steps=2", "train.device=cpu", "train.dtype=float32", "train.compile=false",
+    "train.eval_every=0", "train.eval_batches=1", "checkpoint.every=1", "pipeline.stages=2",
+    "pipeline.microbatch_size=2", "optim.warmup=0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_an_example_run_trains(path, data, tmp_path, pool):
+    resolve(load(path))  # valid as it stands
+    emulated = load(path).pipeline.schedule == "emulate"
+    overrides = [text for text in SHRUNK if not (emulated and text.startswith("pipeline.stages"))]
+    config = resolve(load(path, [*overrides, f"data.path={data}", f"run.dir={tmp_path / 'run'}"]))
+    if emulated:
+        result = session.run_rank(None, config.model_dump())
+    else:
+        ranks = config.pipeline.stages * config.pipeline.data_ranks
+        result = pool.run(session.run_rank, config.model_dump(), ranks=ranks, timeout=120)[0]
+    assert (result["step"], result["reason"]) == (2, "finished")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_example_script_runs(name):
+    command = [sys.executable, *SCRIPTS[name], str(EXAMPLES / name), "--steps", "3"]
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "3 updates" in done.stdout if name == "drop_in.py" else "muon" in done.stdout
+
+
+def test_every_example_is_covered():
+    found = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
+    assert found == {path.name for path in RUNS} | set(SCRIPTS)
