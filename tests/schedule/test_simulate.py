@@ -268,3 +268,11 @@ def test_a_v_schedule_turns_round_without_a_link() -> None:
     """Stages P-1 and P share the last rank: only 2(P-1) hops each way lie on the path of one microbatch."""
     costs = Costs(forward=0, backward=0, latency=1, message_bytes=1, bandwidth=2)
     assert simulate(build("zbv", 3, 1), costs).makespan == pytest.approx(2 * 2 * 2 * 1.5)
+
+
+def test_an_update_too_long_to_hide_is_not_extrapolated_away() -> None:
+    """At small m this update is the bottleneck and the times lie on another line than at m itself."""
+    costs = Costs(forward=1, backward=2, update=0.1, update_latency=400)
+    expected = simulate(build("pipedream_2bw", 8, 512, 4), costs).time_per_update
+    assert steady("2bw", 8, 512, costs).time_per_update == pytest.approx(expected, rel=1e-3)
+    assert expected > 1500

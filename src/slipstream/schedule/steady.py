@@ -1,8 +1,9 @@
 """The figures of a schedule in its steady state, as tables and the planner want them: one number per rank.
 
-A time per update becomes affine in m once the pipeline is full, T(m + P) - T(m) = const, so a large m is
-extrapolated from smaller ones as soon as three of them lie on a line; groups are simulated until two in a
-row take equally long.
+For uniform stages and free updates a time per update becomes affine in m once the pipeline is full,
+T(m + P) - T(m) = const, so a large m is extrapolated from smaller ones as soon as three of them lie on a line.
+Uneven stages and costly updates have kinks further out (an update that a larger m hides), so they are simulated at
+m itself. Groups are simulated until two in a row take equally long.
 
 All figures are per stage in the sense of one rank: a schedule with v chunks per rank counts a chunk's
 activations as 1/v, so that schedules compare at equal model and equal number of ranks.
@@ -10,7 +11,8 @@ activations as 1/v, so that schedules compare at equal model and equal number of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 from slipstream.schedule import occupancy
 from slipstream.schedule.actions import Schedule
@@ -59,7 +61,9 @@ def _full_pipeline(
 ) -> int:
     """The least m' = m - nP that fills the pipeline; m itself where a smaller m is another schedule."""
     uneven_rounds = name == "interleaved_1f1b" and stages > 0 and microbatches % stages != 0
-    if stages < 1 or costs.jitter or uneven_rounds or options.get("every") is not None:
+    uneven_stages = any(isinstance(getattr(costs, field.name), Sequence) for field in fields(costs))
+    kinked = uneven_rounds or uneven_stages or costs.update or costs.update_latency or costs.jitter
+    if stages < 1 or kinked or options.get("every") is not None:
         return microbatches
     filled = max(2 * stages, (options.get("in_flight") or 0) + stages)
     return filled + (microbatches - filled) % stages
