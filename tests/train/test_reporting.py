@@ -15,15 +15,15 @@ from slipstream.metrics.throughput import Meter, peak_flops
 
 def test_speed_is_tokens_over_time_and_does_not_depend_on_bursts():
     meter = Meter(total_steps=100, tokens_per_step=1000, flops_per_token=2e6, peak_flops=1e10, window=4)
-    meter.start(10, 50.0, [1.0, 2.0])
+    meter.start(10, 50.0, [(50.0, 1.0), (49.0, 2.0)])
     for step in range(11, 21):
         meter.step(step, 50.0 + 0.5 * (step - 10))
-    meter.stages(55.0, [6.0, 4.0])
+    meter.stages([(55.0, 6.0), (54.0, 4.0)])
     assert meter.tokens_per_second == pytest.approx(2000)
     assert meter.mfu == pytest.approx(2000 * 2e6 / 1e10)
     assert meter.eta_seconds == pytest.approx(80 * 0.5)
     assert meter.busy == pytest.approx((1.0, 0.4))
-    meter.start(20, 99.0, [6.0, 4.0])  # after a validation
+    meter.start(20, 99.0)  # after a validation
     meter.step(21, 99.25)
     assert meter.tokens_per_second == pytest.approx(4000)
 

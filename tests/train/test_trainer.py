@@ -129,7 +129,8 @@ def test_a_signal_saves_and_the_same_command_resumes(runs, long_run):
     settings = ["train.steps=60", "checkpoint.every=0", "pipeline.stages=2"]
 
     def ask() -> None:
-        while max(runs.steps("run"), default=0) < 10:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and max(runs.steps("run"), default=0) < 10:
             time.sleep(0.005)
         os.kill(runs.pool._workers[1].pid, signal.SIGTERM)  # one rank is enough: they agree on the step
 

@@ -114,8 +114,8 @@ class OptimSettings(Settings):
     correction_lambda: float | None = _field(
         None, "strength of the correction (derived: its own default)", ge=0
     )
-    sync_start: float = _field(0, "flushed updates at the start; below 1: a share of train.steps", ge=0)
-    sync_finish: float = _field(0, "flushed updates at the end; below 1: a share of train.steps", ge=0)
+    sync_start: float = _field(0.0, "flushed updates at the start; below 1: a share of train.steps", ge=0)
+    sync_finish: float = _field(0.0, "flushed updates at the end; below 1: a share of train.steps", ge=0)
     schedule: Literal["cosine", "wsd", "constant"] = _field("cosine", "shape of the learning rate")
     warmup: float = _field(0.1, "warm-up updates; below 1: a share of train.steps", ge=0)
     floor: float | None = _field(

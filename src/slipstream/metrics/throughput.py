@@ -29,6 +29,9 @@ def peak_flops(device_name: str) -> float | None:
     return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
 
 
+Clock = tuple[float, float]  # a time, and the seconds a stage had computed by then
+
+
 @dataclass
 class Meter:
     """Speed over the last `window` marks, so that a pause (a validation, a restart) fades.
@@ -42,14 +45,14 @@ class Meter:
     peak_flops: float | None = None  # of all devices together
     window: int = 20
     _steps: deque[tuple[int, float]] = field(default_factory=deque)
-    _busy: deque[tuple[float, tuple[float, ...]]] = field(default_factory=deque)
+    _busy: deque[Sequence[Clock]] = field(default_factory=deque)
 
-    def start(self, step: int, time: float, busy_seconds: Sequence[float] = ()) -> None:
+    def start(self, step: int, time: float, stages: Sequence[Clock] = ()) -> None:
         """Begin (again) after `step`: what came before does not count."""
         self._steps.clear()
         self._busy.clear()
         self._steps.append((step, time))
-        self._busy.append((time, tuple(busy_seconds)))
+        self._busy.append(stages)
 
     def step(self, step: int, time: float) -> None:
         """`step` was handed in at `time`."""
@@ -57,9 +60,9 @@ class Meter:
         if len(self._steps) > self.window + 1:
             self._steps.popleft()
 
-    def stages(self, time: float, busy_seconds: Sequence[float]) -> None:
-        """Each stage's running total of busy seconds, as of `time`."""
-        self._busy.append((time, tuple(busy_seconds)))
+    def stages(self, stages: Sequence[Clock]) -> None:
+        """What every stage last said of itself."""
+        self._busy.append(stages)
         if len(self._busy) > self.window + 1:
             self._busy.popleft()
 
@@ -70,10 +73,9 @@ class Meter:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Share of the time each stage computed."""
-        (began, before), (now, after) = self._busy[0], self._busy[-1]
-        elapsed = max(now - began, 1e-9)
-        return tuple(min(1.0, max(0.0, (b - a) / elapsed)) for a, b in zip(before, after, strict=False))
+        """Share of the time each stage computed, by its own clock."""
+        pairs = zip(self._busy[0], self._busy[-1], strict=False)
+        return tuple((b[1] - a[1]) / (b[0] - a[0]) if b[0] > a[0] else 0.0 for a, b in pairs)
 
     @property
     def mfu(self) -> float | None:

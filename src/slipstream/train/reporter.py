@@ -24,7 +24,7 @@ from torch import Tensor
 from slipstream.config import Config
 from slipstream.metrics.progress import Show, step_line
 from slipstream.metrics.record import Recorder
-from slipstream.metrics.throughput import Meter
+from slipstream.metrics.throughput import Clock, Meter
 from slipstream.train.board import KEPT_STEPS, Board
 from slipstream.train.engine import Engine
 
@@ -87,10 +87,12 @@ class Reporter:
         self._losses.clear()
         self._post_stage()
         self._read_stages()
-        self._meter.start(step, time.perf_counter(), self._stage_values("busy"))
+        self._meter.start(step, time.perf_counter(), self._clocks())
 
     def submitted(self, step: int, lr: float, losses: list[Tensor]) -> None:
         self._pending.append(Pending(step, lr, time.perf_counter()))
+        if self._due(step):
+            self._post_stage()  # before the loss, so that whoever has the loss has this too
         if losses:
             self._losses.append((step, torch.stack(losses)))
 
@@ -126,12 +128,10 @@ class Reporter:
         step, norm = item.step, item.norm
         assert norm is not None
         skipped = not math.isfinite(norm)
-        due = step % self._config.train.log_every == 0
         self._meter.step(step, item.time)
-        if due:
-            self._post_stage()
+        if self._due(step):
             self._read_stages()
-            self._meter.stages(time.perf_counter(), self._stage_values("busy"))
+            self._meter.stages(self._clocks())
         values: dict[str, Any] = {
             "loss": loss,
             "lr": item.lr,
@@ -141,7 +141,7 @@ class Reporter:
             "tokens_per_second": round(self._meter.tokens_per_second, 1),
             "busy": [round(share, 4) for share in self._meter.busy],
             "mfu": None if (mfu := self._meter.mfu) is None else round(mfu, 4),
-            "memory_bytes": self._stage_values("memory"),
+            "memory_bytes": [stage["memory"] for stage in self._stages],
             "seconds": round(item.time - self._began, 3),
         }
         event = {"step": step} | values
@@ -149,7 +149,7 @@ class Reporter:
             self._recorder.write("step", step, **values)
         if self._show is not None:
             self._show.step(event, self._meter.eta_seconds)
-        if self._log is not None and due:
+        if self._log is not None and self._due(step):
             print(f"step {step}  {step_line(event)}", file=self._log, flush=True)
         self.busy = self._meter.busy or self.busy
         self.reported = step
@@ -157,7 +157,8 @@ class Reporter:
 
     def _post_stage(self) -> None:
         busy = self._engine.busy_seconds
-        value = {"busy": None if math.isnan(busy) else busy, "memory": memory_bytes()}
+        clock = None if math.isnan(busy) else (time.perf_counter(), busy)
+        value = {"clock": clock, "memory": memory_bytes()}
         self._board.post(f"stage/{self._seat.rank}", value)
 
     def _read_stages(self) -> None:
@@ -167,9 +168,12 @@ class Reporter:
         ranks = range(self._seat.stages) if self._seat.leader else (self._seat.rank,)
         self._stages = self._board.wait(*(f"stage/{rank}" for rank in ranks))
 
-    def _stage_values(self, name: str) -> list[Any]:
-        values = [post[name] for post in self._stages]
-        return [] if None in values else values
+    def _clocks(self) -> list[Clock]:
+        clocks = [stage["clock"] for stage in self._stages]
+        return [] if None in clocks else [(now, busy) for now, busy in clocks]
+
+    def _due(self, step: int) -> bool:
+        return step % self._config.train.log_every == 0
 
 
 def memory_bytes() -> int:
