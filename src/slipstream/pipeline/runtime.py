@@ -43,7 +43,7 @@ from slipstream.pipeline.sharding import collapse, materialised
 from slipstream.pipeline.torch_stage import read_stage
 from slipstream.pipeline.trace import Trace
 from slipstream.pipeline.transport import Spec, spec_of
-from slipstream.pipeline.update import Updater, check_covers
+from slipstream.pipeline.update import PeerLost, Updater, check_covers
 from slipstream.pipeline.versions import Prepare, Replica, Versions, refuse_changing_buffers, split_shared
 from slipstream.schedule.actions import Kind
 from slipstream.schedule.asynchronous import warm_up_2bw
@@ -124,7 +124,7 @@ class Schedule2BW:
             [self._versions], self.optimizer, build_correction(correction), max_grad_norm, self._peers
         )
         self._accumulator = Accumulator(self._versions.master)
-        self._links = Links(self._stage, timeout, link_latency)
+        self._links = Links(self._stage, n_microbatches, timeout, link_latency)
         self._trace = Trace(self._stage.index, self._stage.device)
         self._flight: deque[_InFlight] = deque()
         self._spec: Spec | None = None  # of this stage's output, fixed by the first microbatch
@@ -265,7 +265,15 @@ class Schedule2BW:
 
     def _await_bank(self, group: int) -> None:
         """The group's weights come from update index - 1, which must be done, gathers and all."""
-        self._updater.finish(self._versions.reads(group).index - 1)
+        try:
+            self._updater.finish(self._versions.reads(group).index - 1)
+        except PeerLost as error:
+            lost = self._links.closed_neighbour()
+            if lost is None:
+                raise
+            raise StageError(
+                f"{error}. {lost} closed its connection before group {group}, microbatch 0."
+            ) from error
 
     def _adapt_depth(self, group: int) -> None:
         """Take the number of microbatches in flight from measured times, at a group all stages know them."""

@@ -7,7 +7,8 @@ sent back shows that they have arrived. Messages are matched by order, so both e
 order; `schedule.validate` proves that for the schedules we emit.
 
 Ways a tensor can travel: gloo from CPU memory; NCCL from device memory, one GPU per rank; and CUDA tensors over
-gloo, staged through pinned host memory by a sender thread, which lets several stages share one GPU.
+gloo, staged through pinned host memory by a sender thread, which lets several stages share one GPU. CPU stages on
+one machine switch to shared memory once they know their shapes (`shared.py`).
 """
 
 from __future__ import annotations
@@ -48,6 +49,11 @@ def spec_of(tensors: Sequence[Tensor]) -> Spec:
     return tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
 
 
+def differentiable(spec: Spec) -> Spec:
+    """The part of a message that gradients come back for."""
+    return tuple(s for s in spec if s.requires_grad)
+
+
 @dataclass(frozen=True)
 class Link:
     """Where a channel leads and how it travels."""
@@ -59,6 +65,9 @@ class Link:
     timeout_seconds: float
     latency_seconds: float = 0.0  # injected, to try the schedule on a slow network
 
+    def __str__(self) -> str:
+        return f"stage {self.peer_stage} (rank {self.peer_rank})"
+
     @property
     def staged(self) -> bool:
         return self.device.type == "cuda" and dist.get_backend(self.group) == "gloo"
@@ -68,7 +77,7 @@ class Channel:
     """One direction of a link. The owner uses it either to send or to receive."""
 
     def __init__(self, link: Link) -> None:
-        self._link = link
+        self.link = link
         self._posted: deque[tuple[list[Tensor], list[Wait]]] = deque()
         self._outbox = _Outbox(link) if link.staged or link.latency_seconds else None
 
@@ -77,29 +86,29 @@ class Channel:
         tensors = [tensor.detach().contiguous() for tensor in tensors]
         if self._outbox is not None:
             return [self._outbox.put(tensors)]
-        return [_isend(tensor, self._link) for tensor in tensors]
+        return [_isend(tensor, self.link) for tensor in tensors]
 
     def post(self, spec: Spec) -> None:
         """Post the receive of one message ahead of its arrival."""
-        pinned = self._link.staged
-        device = torch.device("cpu") if pinned else self._link.device
+        pinned = self.link.staged
+        device = torch.device("cpu") if pinned else self.link.device
         buffers = [torch.empty(s.shape, dtype=s.dtype, device=device, pin_memory=pinned) for s in spec]
-        self._posted.append((buffers, [_irecv(buffer, self._link) for buffer in buffers]))
+        self._posted.append((buffers, [_irecv(buffer, self.link) for buffer in buffers]))
 
     def receive(self, what: str) -> list[Tensor]:
         """The oldest posted message; `what` names it in the error if it does not come."""
         buffers, handles = self._posted.popleft()
-        wait_all(handles, self._link, f"waited for {what} from")
-        if self._link.staged:
-            return [buffer.to(self._link.device, non_blocking=True) for buffer in buffers]
+        wait_all(handles, self.link, f"waited for {what} from")
+        if self.link.staged:
+            return [buffer.to(self.link.device, non_blocking=True) for buffer in buffers]
         return buffers
 
     def finish(self, handles: Sequence[Wait], what: str) -> None:
         """Wait for sends."""
-        wait_all(handles, self._link, f"waited to deliver {what} to")
+        wait_all(handles, self.link, f"waited to deliver {what} to")
 
     def send_spec(self, spec: Spec) -> None:
-        self.finish(self.send([_encode(spec).to(self._link.device)]), "the shapes of its output")
+        self.finish(self.send([_encode(spec).to(self.link.device)]), "the shapes of its output")
 
     def receive_spec(self) -> Spec:
         self.post((TensorSpec((HEADER_LENGTH,), torch.int64, False),))
@@ -120,17 +129,16 @@ def wait_all(handles: Sequence[Any], link: Link, what: str) -> None:
             else:
                 handle.wait()
         except (RuntimeError, TimeoutError) as error:
-            seconds = time.monotonic() - started
-            raise StageError(
-                f"{what} stage {link.peer_stage} (rank {link.peer_rank}) for {seconds:.1f} s in vain: "
-                f"{_reason(error, seconds, link)}"
-            ) from error
+            raise broken(error, time.monotonic() - started, link, what) from error
 
 
-def _reason(error: Exception, seconds: float, link: Link) -> str:
+def broken(error: Exception, seconds: float, link: Link, what: str) -> StageError:
+    """What to tell when a neighbour is gone or silent; the stage that tells it puts its own name in front."""
     if seconds >= 0.9 * link.timeout_seconds:
-        return f"no answer within the timeout of {link.timeout_seconds:g} s. Is that stage stalled or slow?"
-    return f"the connection broke ({str(error).splitlines()[0][:160]}). Did that stage die?"
+        reason = f"no answer within the timeout of {link.timeout_seconds:g} s. Is that stage stalled or slow?"
+    else:
+        reason = f"the connection broke ({str(error).splitlines()[0][:160]}). Did that stage die?"
+    return StageError(f"{what} {link} for {seconds:.1f} s in vain: {reason}")
 
 
 def _isend(tensor: Tensor, link: Link) -> Wait:

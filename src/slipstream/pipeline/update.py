@@ -13,17 +13,19 @@ that it does not depend on how many stages there are.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from slipstream.errors import UserError
+from slipstream.errors import StageError, UserError
 from slipstream.optim.corrections import Correction
 from slipstream.pipeline.peers import Gradients, Heard, Peers, Tally, Wait
 from slipstream.pipeline.versions import Target, Versions
@@ -80,11 +82,19 @@ class Updater:
         """The last backward of `group` is done; `grads` now belong to its update."""
         transaction = _Transaction(group, self._steps(group, grads))
         self._pending.append(transaction)
-        transaction.advance()
-        self.advance()
+        with contextlib.suppress(PeerLost):
+            transaction.advance()
+            self._advance()
 
     def advance(self) -> None:
-        """Go on with pending updates as far as that needs no waiting; none overtakes an earlier one."""
+        """Go on with pending updates as far as that needs no waiting; none overtakes an earlier one.
+
+        A lost peer is left for `finish` to report: a receive from a neighbour, which comes first, can name it.
+        """
+        with contextlib.suppress(PeerLost):
+            self._advance()
+
+    def _advance(self) -> None:
         ahead: _Transaction | None = None
         for transaction in list(self._pending):
             while (ahead is None or transaction.legs < ahead.legs) and transaction.ready():
@@ -99,9 +109,14 @@ class Updater:
         """Block until update `group` and all before it are done."""
         while self._pending and self._pending[0].group <= group:
             transaction = self._pending[0]
-            transaction.wait()
-            transaction.advance()
-            self.advance()
+            try:
+                transaction.wait()
+                transaction.advance()
+                self._advance()
+            except PeerLost as error:
+                raise PeerLost(
+                    f"waited for the other stages in the update of group {group} in vain: {error}"
+                ) from error
 
     def finish_all(self) -> None:
         if self._pending:
@@ -219,6 +234,10 @@ class Updater:
             self.parameters[index].grad = None
 
 
+class PeerLost(StageError):
+    """A collective of an update failed: some rank is gone, and the collective does not know which."""
+
+
 class _Transaction:
     """A generator of waits, and how many of them it has passed."""
 
@@ -233,13 +252,18 @@ class _Transaction:
         return not self.done and (self._waiting is None or self._waiting.is_completed())
 
     def wait(self) -> None:
-        if self._waiting is not None:
+        if self._waiting is None:
+            return
+        try:
             self._waiting.wait()
+        except RuntimeError as error:  # gloo and NCCL report a lost peer so
+            if not isinstance(self._waiting, dist.Work):
+                raise
+            raise PeerLost(str(error).splitlines()[0][:160]) from error
 
     def advance(self) -> bool:
         """Run to the next wait; False when there is none left."""
-        if self._waiting is not None:
-            self._waiting.wait()  # completed: this only collects an error, or orders CUDA streams
+        self.wait()  # completed: this only collects an error, or orders CUDA streams
         try:
             self._waiting = next(self._steps)
             self.legs += 1
