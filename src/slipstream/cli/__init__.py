@@ -69,4 +69,6 @@ def _print_help() -> None:
     for name, (_, summary) in COMMANDS.items():
         table.add_row(f"[bold cyan]{name}[/]", summary)
     console.print(table)
-    console.print("\n`slipstream COMMAND --help` explains a command; `slipstream train` runs the default job.")
+    console.print(
+        "\n`slipstream COMMAND --help` explains a command; `slipstream train` runs the default job."
+    )
