@@ -15,7 +15,6 @@ PRIVATE = {
     "_foreach_lerp_",
     "_foreach_mul_",
     "_foreach_norm",
-    "_get_default_store",
     "_opt_called",
     "torch.utils._pytree",
 }

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
@@ -47,11 +46,6 @@ def mul_(targets: Tensors, factor: float | Tensor | Tensors) -> None:
 def norms(tensors: Tensors) -> list[Tensor]:
     """The Euclidean norm of each tensor."""
     return list(torch._foreach_norm(list(tensors))) if tensors else []
-
-
-def default_store() -> dist.Store:
-    """The key-value store behind the default process group."""
-    return dist.distributed_c10d._get_default_store()
 
 
 def traced_graph(stage: Any) -> tuple[Any, Any, dict[str, int]]:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from slipstream.errors import UserError
-from slipstream.torch_private import default_store
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
@@ -73,9 +72,14 @@ def initialise(
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
         _choose_device(local_rank)
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        dist.init_process_group(_backend(local_size), timeout=timeout)
-        store = default_store()
-        world = World(dist.get_rank(), dist.get_world_size(), local_rank, store)
+        met, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        # A restarted attempt meets at the same store: without a name of its own it would find the addresses of
+        # the attempt that died.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"slipstream/attempt-{attempt}", met)
+        backend = _backend(local_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        world = World(rank, size, local_rank, store)
     else:
         assert port is not None
         _choose_device(rank)
