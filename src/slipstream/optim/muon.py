@@ -29,7 +29,7 @@ from torch.optim.adamw import adamw
 
 from slipstream.errors import UserError
 from slipstream.optim.newton_schulz import STEPS
-from slipstream.optim.sharded import Batch, Wait, exchange_groups, local, orthogonal
+from slipstream.optim.sharded import Batch, Groups, Wait, exchange_groups, local, orthogonal
 from slipstream.optim.velocity import adam_velocity, groups_and_states
 from slipstream.torch_private import add_, lerp_, mul_
 
@@ -84,8 +84,17 @@ class Muon(Optimizer):
                     )
                 if parameter.requires_grad:
                     self._state_of(group, parameter)
-        matrices = [p for group in self.param_groups if group["algorithm"] == "muon" for p in group["params"]]
-        self._groups = exchange_groups(matrices)
+        self._groups = self._exchange_groups()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy makes process groups of its own."""
+        super().__setstate__(state)
+        self._groups = self._exchange_groups()
+
+    def _exchange_groups(self) -> Groups:
+        return exchange_groups(
+            [p for group in self.param_groups if group["algorithm"] == "muon" for p in group["params"]]
+        )
 
     def _state_of(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
