@@ -34,3 +34,12 @@ def stall(world):
 
 def threads(world):
     return torch.get_num_threads()
+
+
+def uneven(world):
+    """Rank 0 is done at once; the others still talk to the store it serves."""
+    if world.rank:
+        time.sleep(0.5)
+        world.store.set(f"late/{world.rank}", "x")
+        return world.store.get(f"late/{world.rank}")
+    return b"x"

@@ -19,6 +19,7 @@ def test_pool_runs_jobs_of_several_sizes_and_recovers():
         assert alone[0][:2] == (0, 5.0)
         assert alone[0][2] == first[0][2], "a warm worker is reused"
         assert pool.run("distributed.jobs:threads") == [1, 1]
+        assert pool.run("distributed.jobs:uneven") == [b"x", b"x"]
         with pytest.raises(UserError, match="Set x to 3"):
             pool.run("distributed.jobs:mistake")
         with pytest.raises(StageError, match="Rank 1 was killed by SIGKILL before it finished"):

@@ -219,7 +219,7 @@ def _live_bytes(device: str) -> int:
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in gc.get_objects()
-        if type(tensor) in (Tensor, nn.Parameter)  # isinstance would wake lazy objects; others may hold no memory
+        if type(tensor) in (Tensor, nn.Parameter)  # isinstance would wake lazy objects
     }
     return sum(storages.values())
 

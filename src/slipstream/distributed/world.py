@@ -17,6 +17,7 @@ import torch.distributed as dist
 from slipstream.errors import UserError
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
+LEAVING_SECONDS = 60.0  # how long rank 0 waits for the others at the end
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,20 @@ def initialise(
         world = World(rank, size, rank, store)
     try:
         yield world
+        _leave_together(world)
     finally:
-        with contextlib.suppress(
-            RuntimeError, ValueError
-        ):  # a group that lost a peer cannot always be closed
+        # A group that lost a peer cannot always be closed.
+        with contextlib.suppress(RuntimeError, ValueError):
             dist.destroy_process_group()
+
+
+def _leave_together(world: World) -> None:
+    """Rank 0 serves the store: it goes last, so that no rank finds it gone in the middle of a question."""
+    with contextlib.suppress(RuntimeError):  # someone else is gone already, and tells its own story
+        world.store.set(f"left/{world.rank}", "")
+        if world.rank == 0:
+            names = [f"left/{rank}" for rank in range(world.size)]
+            world.store.wait(names, timedelta(seconds=LEAVING_SECONDS))
 
 
 def device_for(local_rank: int) -> torch.device:
