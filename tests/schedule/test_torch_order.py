@@ -116,6 +116,9 @@ class RecordingStage:
     def perform_reduce_grad(self, scale: int) -> None:
         pass
 
+    def release_fwd_send_outputs(self, chunk: int) -> None:
+        """Called since torch 2.15."""
+
 
 @pytest.mark.parametrize(
     ("stages", "microbatches"), [(1, 1), (1, 4), (2, 2), (2, 5), (4, 4), (4, 9), (8, 8), (8, 20)]

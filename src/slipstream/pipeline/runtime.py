@@ -126,6 +126,7 @@ class Schedule2BW:
         self._accumulator = Accumulator(self._versions.master)
         self._links = Links(self._stage, n_microbatches, timeout, link_latency)
         self._trace = Trace(self._stage.index, self._stage.device)
+        self._updater.timing = lambda group: self._trace.action(Kind.UPDATE, group, version=group + 1)
         self._flight: deque[_InFlight] = deque()
         self._spec: Spec | None = None  # of this stage's output, fixed by the first microbatch
         self._depth_from: int | None = None
@@ -254,8 +255,7 @@ class Schedule2BW:
             self._links.send_gradients(group, index, inputs, keep=self.n_microbatches)
         if index + 1 == self.n_microbatches:
             self._tell_times()
-            with self._trace.action(Kind.UPDATE, group, version=group + 1):
-                self._updater.begin(group, self._accumulator.take(replica))
+            self._updater.begin(group, self._accumulator.take(replica))
         else:
             self._updater.advance()
 

@@ -17,6 +17,8 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -64,6 +66,7 @@ class Updater:
         self.tally = Tally()
         self.heard: dict[int, Heard] = {}  # what all ranks told, by recent group
         self.after_update: Callable[[int], None] | None = None
+        self.timing: Callable[[int], AbstractContextManager[None]] = lambda group: contextlib.nullcontext()
         self._pending: deque[_Transaction] = deque()
         self._values: dict[int, list[dict[str, Any]]] = {}
         self._own_keys: set[str] = set()  # keys of parameter groups that the optimizer itself changes
@@ -163,27 +166,46 @@ class Updater:
 
     def _step_and_publish(self, group: int, grads: Gradients, norm: float) -> Iterator[Wait]:
         finite = math.isfinite(norm)
-        # z_g must outlive the step where the correction extrapolates from it: in the dying bank if it can.
-        publishing = []
+        targets = []
         for versions in self.versions:
             versions.release(group)
-            for target in versions.targets(group + 1):
-                publishing.append((versions, target, self._previous(versions, target) if finite else None))
-        if finite:
-            yield from self._step(group, grads, norm)
-        else:
-            self.skipped += 1
-            self._values.pop(group)
-        for versions, target, previous in publishing:
-            owned = versions.owned
-            banks = [target.replica.weights[i] for i in owned]
-            new = [versions.master.weights[i] for i in owned]
+            targets += [(versions, target) for target in versions.targets(group + 1)]
+        rest: Iterator[Wait] = iter(())
+        with self.timing(group):
+            # z_g must outlive the step where the correction extrapolates from it: in the dying bank if it can.
+            previous = [self._previous(*target) if finite else None for target in targets]
+            if finite:
+                rest = self._step(group, grads, norm)
+            else:
+                self.skipped += 1
+                self._values.pop(group)
+            waiting = next(rest, None)
+            if waiting is None:
+                self._publish(targets, previous, finite)
+        if waiting is not None:  # the optimizer works in parts, and some are still under way
+            yield from chain([waiting], rest)
+            with self.timing(group):
+                self._publish(targets, previous, finite)
+        for index in self.peers.owned:
+            self.parameters[index].grad = None
+        for _, target in targets:
+            yield from self.peers.gather(target.replica.weights)
+
+    def _publish(
+        self,
+        targets: Sequence[tuple[Versions, Target]],
+        previous: Sequence[list[Tensor] | None],
+        finite: bool,
+    ) -> None:
+        """Write z_{g+1} or b_{g+1} into every replica that will be read, as far as this rank owns it."""
+        for (versions, target), old in zip(targets, previous, strict=True):
+            banks = [target.replica.weights[i] for i in versions.owned]
+            new = [versions.master.weights[i] for i in versions.owned]
             if finite and target.read.kind == "bank":
-                params = [versions.master.parameters[i] for i in owned]
-                self.correction.publish(banks, new, previous, self.optimizer, params, versions.delay)
+                params = [versions.master.parameters[i] for i in versions.owned]
+                self.correction.publish(banks, new, old, self.optimizer, params, versions.delay)
             else:
                 copy_(banks, new)
-            yield from self.peers.gather(target.replica.weights)
 
     def _previous(self, versions: Versions, target: Target) -> list[Tensor] | None:
         if target.read.kind != "bank" or not self.correction.needs_previous:
@@ -198,6 +220,7 @@ class Updater:
         return old
 
     def _step(self, group: int, grads: Gradients, norm: float) -> Iterator[Wait]:
+        """Step the master; what an optimizer that works in parts still waits for is returned."""
         if self.max_grad_norm is not None:
             factor = self.max_grad_norm / (norm + 1e-6)
             if factor < 1.0:
@@ -227,11 +250,7 @@ class Updater:
                     self._own_keys.add(key)  # a step counter, say: the optimizer's own business
                 elif key in now and key not in self._own_keys:
                     entry[key] = now[key]
-        if first is not None:
-            yield first
-        yield from rest
-        for index in self.peers.owned:
-            self.parameters[index].grad = None
+        return rest if first is None else chain([first], rest)
 
 
 class PeerLost(StageError):
