@@ -3,7 +3,9 @@
 With the least warm-up every input arrives just when it is needed, so a link of L seconds one way adds
 2 (P-1) L / P to each forward-and-backward of T seconds. A link is hidden when the stage before it is ahead of the
 stage behind it by 1 + ceil(2L / T) pairs instead of one (stages alternate strictly, so a part of a pair hides
-nothing): K - 1 = w_0 = (P-1)(1 + ceil(2L / T)). Each further microbatch costs its activations on stage 0.
+nothing): K - 1 = w_0 = (P-1)(1 + ceil(2L / T)). Each further microbatch costs its activations on stage 0. L here
+includes how much longer than the least a forward and backward typically take: a stage that is late by chance
+delays its neighbours just as a slow link does.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from slipstream.pipeline.torch_stage import StageInfo
 from slipstream.pipeline.transport import Channel, Link, Spec, differentiable, spec_of
 
 PINGS = 5
+CLOSING_SECONDS = 2.0  # a dying process closes its connections one after the other
 
 
 class Links:
@@ -134,7 +135,14 @@ class Links:
     def closed_neighbour(self) -> str | None:
         """A neighbour whose shared link is closed, by name: it died, or it gave up on another one."""
         ends = [getattr(self, name, None) for name in ("_activations_in", "_gradients_in")]
-        return next((str(end.link) for end in ends if isinstance(end, SharedChannel) and end.closed()), None)
+        shared = [end for end in ends if isinstance(end, SharedChannel)]
+        deadline = time.monotonic() + CLOSING_SECONDS
+        while shared and time.monotonic() < deadline:
+            for end in shared:
+                if end.closed():
+                    return str(end.link)
+            time.sleep(0.01)
+        return None
 
     def exchange_evaluation_spec(self, index: int, spec: Spec | None) -> Spec | None:
         """The shapes of an evaluation's activations, told before its first microbatch."""

@@ -130,6 +130,7 @@ class Schedule2BW:
         self._flight: deque[_InFlight] = deque()
         self._spec: Spec | None = None  # of this stage's output, fixed by the first microbatch
         self._depth_from: int | None = None
+        self._link_seconds = 0.0  # one way to the next stage
         self._failed: str | None = None
         self.group = 0  # groups handed in
 
@@ -230,7 +231,7 @@ class Schedule2BW:
         spec = spec_of(outputs)
         if self._spec is None:
             self._spec = spec
-            self._updater.tally.link_seconds = self._links.introduce(spec)
+            self._link_seconds = self._links.introduce(spec)
         elif spec != self._spec:
             raise UserError(
                 f"Stage {self._stage.index} returned {shapes(spec)} for group {group}, microbatch {index}, but "
@@ -290,8 +291,10 @@ class Schedule2BW:
             self._warm_up = warm_up_2bw(self._stage.count, self.n_microbatches, chosen)[self._stage.index]
 
     def _tell_times(self) -> None:
-        least = self._trace.least_seconds
-        self._updater.tally.work_seconds = least[Kind.FORWARD] + least[Kind.BACKWARD]
+        """What the depth is chosen from. A stage that is often late delays its neighbours as a slow link does."""
+        least, typical = self._trace.pair_seconds()
+        self._updater.tally.work_seconds = least
+        self._updater.tally.link_seconds = self._link_seconds + typical - least
 
     @staticmethod
     def _gradient_sync(replica: Replica, last: bool) -> None:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterator
+from statistics import median
 
 import torch
 
 from slipstream.schedule.actions import Action, Kind
 from slipstream.schedule.timeline import Span
+
+RECENT = 64  # actions of a kind that are remembered
 
 
 class Trace:
@@ -22,7 +26,7 @@ class Trace:
     def __init__(self, stage: int, device: torch.device) -> None:
         self.on = False
         self.busy_seconds = 0.0
-        self.least_seconds: dict[Kind, float] = {}
+        self._recent: dict[Kind, deque[float]] = {}  # durations, for planning
         self._stage = stage
         self._device = device
         self._spans: list[Span] = []
@@ -37,11 +41,16 @@ class Trace:
         self._settle()
         end = time.perf_counter()
         self.busy_seconds += end - start
-        self.least_seconds[kind] = min(self.least_seconds.get(kind, end - start), end - start)
+        self._recent.setdefault(kind, deque(maxlen=RECENT)).append(end - start)
         if self.on:
             self._spans.append(
                 Span(self._stage, Action(kind, self._stage, microbatch, group, version), start, end)
             )
+
+    def pair_seconds(self) -> tuple[float, float]:
+        """One forward and one backward: the least time they took lately, and the typical time."""
+        recent = [self._recent[kind] for kind in (Kind.FORWARD, Kind.BACKWARD)]
+        return sum(min(times) for times in recent), sum(median(times) for times in recent)
 
     def take(self) -> list[Span]:
         spans, self._spans = self._spans, []
