@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -61,13 +62,10 @@ class SharedChannel:
         return [slot.clone() for slot in self._take()]
 
     def closed(self) -> bool:
-        """Whether the other end is gone, as far as can be told without waiting."""
-        try:
-            return not self._wire.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except (BlockingIOError, TimeoutError):
-            return False
-        except OSError:
-            return True
+        """Whether the other end is gone, even if something it sent is still unread."""
+        poll = select.poll()
+        poll.register(self._wire, select.POLLRDHUP)
+        return any(event & (select.POLLRDHUP | select.POLLHUP | select.POLLERR) for _, event in poll.poll(0))
 
     def finish(self, handles: Sequence[Wait], what: str) -> None:
         """A send is done when it returns."""
