@@ -1,7 +1,7 @@
 """The scheduler alone, at depths the machine does not have: stages that sleep.
 
-Fractions are of the fastest samples, and the margins are for a loaded machine: unloaded, the fraction is 0.97
-and more, and what a broken schedule reaches is far below (1F1B with a flush: 0.57 at m = P = 4).
+Fractions are of the fastest samples, and the margins are for a loaded machine: what a broken schedule reaches is
+far below (1F1B with a flush: 0.57 at m = P = 4).
 """
 
 from __future__ import annotations
