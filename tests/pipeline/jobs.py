@@ -4,7 +4,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 
 from pipeline import tiny
-from slipstream import Schedule2BW
+from slipstream import Schedule2BW, UserError
 
 M = 4
 
@@ -154,7 +154,7 @@ def broken(world, case):
             schedule.loss_fn = lambda output, target: output
             step(world, schedule, 1)
             schedule.drain()
-        except Exception:
+        except UserError:
             step(world, schedule, 2)
 
 
