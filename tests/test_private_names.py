@@ -16,6 +16,8 @@ PRIVATE = {
     "_foreach_mul_",
     "_foreach_norm",
     "_opt_called",
+    "_register_backend",
+    "_set_default_backend",
     "torch.utils._pytree",
 }
 
@@ -37,7 +39,7 @@ def private_names(path: Path) -> set[str]:
             root: ast.expr = node.value
             while isinstance(root, ast.Attribute):
                 root = root.value
-            if isinstance(root, ast.Name) and root.id in torch_modules | {"optimizer", "stage"}:
+            if isinstance(root, ast.Name) and root.id in torch_modules | {"optimizer", "stage", "group"}:
                 found.add(node.attr)
     return found
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
@@ -69,3 +70,11 @@ def is_pipeline_stage(stage: Any) -> bool:
 def mark_stepped(optimizer: Optimizer) -> None:
     """Tell LR schedulers that the optimizer has stepped: a pipeline stage's first update comes a call later."""
     optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def serve_with(group: dist.ProcessGroup, gloo: dist.ProcessGroupGloo) -> None:
+    """Let a group written in Python hand to `gloo` whatever it does not do itself."""
+    kind = dist.ProcessGroup.BackendType.GLOO
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), kind, gloo)
+    group._set_default_backend(kind)

@@ -174,25 +174,48 @@ def lose(world, how):
     schedule.drain()
 
 
-def on_gpu(world, groups=10):
-    """Stages that share one GPU, activations staged through the host; rank 0 also runs the emulator there."""
+def on_gpu(world, groups=10, backend=None):
+    """Stages that share one GPU; rank 0 also runs the emulator there. `backend`: not the group's own way."""
+    import torch.distributed as dist
+
     from slipstream import Emulator
 
     device = torch.device("cuda", 0)
-    module = tiny.Model(*tiny.cut(world.rank, world.size), tied=False).to(device)
-    stage = PipelineStage(module, world.rank, world.size, device)
-    schedule = Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.1, timeout=60)
-    losses = []
-    for group in range(groups):
-        x, y = (t.to(device) for t in tiny.batch(group))
-        found = []
-        last = world.rank == world.size - 1
-        schedule.step(*((x,) if world.rank == 0 else ()), **({"target": y, "losses": found} if last else {}))
-        losses += [loss.item() for loss in found]
+    group = dist.new_group(backend=backend) if backend else dist.group.WORLD
+    schedule = _gpu_schedule(world, group, timeout=60)
+    losses = [loss for group in range(groups) for loss in _gpu_step(world, schedule, group)]
     schedule.drain()
     emulated = []
     if world.rank == 0:
         emulator = Emulator(tiny.Model(tied=False).to(device), M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.1)
         for group in range(groups):
             emulated += [loss.item() for loss in emulator.step(*(t.to(device) for t in tiny.batch(group)))]
-    return losses, emulated
+    return losses, emulated, dist.get_backend()
+
+
+def lose_on_gpu(world):
+    """Rank 1 dies in the middle of group 3."""
+    import os
+    import signal
+
+    schedule = _gpu_schedule(world, None, timeout=10)
+    for group in range(10):
+        if world.rank == 1 and group == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        _gpu_step(world, schedule, group)
+    schedule.drain()
+
+
+def _gpu_schedule(world, group, timeout):
+    device = torch.device("cuda", 0)
+    module = tiny.Model(*tiny.cut(world.rank, world.size), tied=False).to(device)
+    stage = PipelineStage(module, world.rank, world.size, device, group=group)
+    return Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.1, timeout=timeout)
+
+
+def _gpu_step(world, schedule, group):
+    x, y = (t.to("cuda") for t in tiny.batch(group))
+    found = []
+    last = world.rank == world.size - 1
+    schedule.step(*((x,) if world.rank == 0 else ()), **({"target": y, "losses": found} if last else {}))
+    return [loss.item() for loss in found]

@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from slipstream.distributed.device_group import SHARED, STAGED, can_share, register_backends
 from slipstream.errors import UserError
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
@@ -61,7 +62,8 @@ def initialise(
 ) -> Iterator[World]:
     """Join the default process group: as a rank our own launcher made, or, with no arguments, torchrun's.
 
-    Tensors on the CPU always travel over gloo; CUDA tensors over NCCL where each rank has a GPU of its own.
+    Tensors on the CPU always travel over gloo; CUDA tensors over NCCL where each rank has a GPU of its own, and
+    through the memory of the GPU where all ranks share one (`device_group.py`).
     """
     torch.set_num_threads(1)  # another thread count changes the bits of LayerNorm gradients and long sums
     timeout = timedelta(seconds=timeout_seconds)
@@ -78,7 +80,7 @@ def initialise(
         # the attempt that died.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"slipstream/attempt-{attempt}", met)
-        backend = _backend(local_size)
+        backend = _backend(rank, size, local_size, store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         world = World(rank, size, local_rank, store)
     else:
@@ -91,7 +93,8 @@ def initialise(
                 "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener
             )
         store = dist.PrefixStore("slipstream", server)
-        dist.init_process_group(_backend(size), store=store, rank=rank, world_size=size, timeout=timeout)
+        backend = _backend(rank, size, size, store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         world = World(rank, size, rank, store)
     try:
         yield world
@@ -123,7 +126,14 @@ def _choose_device(local_rank: int) -> None:
         torch.cuda.set_device(device_for(local_rank))
 
 
-def _backend(local_size: int) -> str:
-    """NCCL refuses two ranks on one GPU; then CUDA tensors are staged through the host over gloo."""
-    one_gpu_each = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
-    return "cpu:gloo,cuda:nccl" if one_gpu_each and dist.is_nccl_available() else "gloo"
+def _backend(rank: int, size: int, local_size: int, store: dist.Store) -> str:
+    """NCCL refuses two ranks on one GPU; on one machine our own group then carries CUDA tensors."""
+    if not torch.cuda.is_available():
+        return "gloo"
+    if torch.cuda.device_count() >= local_size:
+        return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
+    if size > local_size:
+        return "gloo"  # several machines: CUDA tensors are staged through the host, by the engine only
+    register_backends()
+    one_gpu = torch.cuda.device_count() == 1
+    return SHARED if one_gpu and can_share(store, rank, size, device_for(rank)) else STAGED

@@ -133,12 +133,12 @@ class Links:
             self._to_behind.finish(self._evaluation_sends.popleft(), "activations of an evaluation")
 
     def closed_neighbour(self) -> str | None:
-        """A neighbour whose shared link is closed, by name: it died, or it gave up on another one."""
-        ends = [getattr(self, name, None) for name in ("_activations_in", "_gradients_in")]
-        shared = [end for end in ends if isinstance(end, SharedChannel)]
+        """A neighbour whose link is known to be closed, by name: it died, or it gave up on another one."""
+        found = [getattr(self, name, None) for name in ("_activations_in", "_gradients_in")]
+        ends = [end for end in found if end is not None and end.closed() is not None]
         deadline = time.monotonic() + CLOSING_SECONDS
-        while shared and time.monotonic() < deadline:
-            for end in shared:
+        while ends and time.monotonic() < deadline:
+            for end in ends:
                 if end.closed():
                     return str(end.link)
             time.sleep(0.01)

@@ -6,9 +6,10 @@ A message is a list of tensors whose shapes, dtypes and need of a gradient are t
 sent back shows that they have arrived. Messages are matched by order, so both ends must use a channel in the same
 order; `schedule.validate` proves that for the schedules we emit.
 
-Ways a tensor can travel: gloo from CPU memory; NCCL from device memory, one GPU per rank; and CUDA tensors over
-gloo, staged through pinned host memory by a sender thread, which lets several stages share one GPU. CPU stages on
-one machine switch to shared memory once they know their shapes (`shared.py`).
+Ways a tensor can travel: gloo from CPU memory; NCCL from device memory, one GPU per rank; through the memory of a GPU
+that several stages share, where the process group is made for that (`distributed/device_group.py`); and CUDA tensors
+over gloo, staged through pinned host memory by a sender thread. CPU stages on one machine switch to shared memory once
+they know their shapes (`shared.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.distributed.device_group import DeviceGroup
 from slipstream.errors import StageError, UserError
 from slipstream.pipeline.peers import Wait
 
@@ -106,6 +108,13 @@ class Channel:
     def finish(self, handles: Sequence[Wait], what: str) -> None:
         """Wait for sends."""
         wait_all(handles, self.link, f"waited to deliver {what} to")
+
+    def closed(self) -> bool | None:
+        """Whether the other end is gone; None where the group cannot tell."""
+        group = self.link.group
+        if not isinstance(group, DeviceGroup):
+            return None
+        return group.closed(dist.get_group_rank(group, self.link.peer_rank))
 
     def send_spec(self, spec: Spec) -> None:
         self.finish(self.send([_encode(spec).to(self.link.device)]), "the shapes of its output")
