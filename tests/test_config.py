@@ -11,6 +11,8 @@ from slipstream.config.load import keys
 from slipstream.config.settings import Config
 from slipstream.errors import ConfigError, UserError
 
+EMULATED = ["pipeline.schedule=emulate"]
+
 
 def problems_of(overrides: list[str]) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
@@ -71,6 +73,14 @@ def test_every_problem_is_reported_with_its_nearest_key():
         (["pipeline.schedule=zbv", "pipeline.microbatches=7"], "divisible"),
         (["optim.sync_start=0.9", "optim.sync_finish=0.9"], "exceed train.steps"),
         (["health.rollback=true", "checkpoint.every=0"], "checkpoints to return to"),
+        (["health.rollback=true", "checkpoint.keep=0"], "checkpoints to return to"),
+        (["checkpoint.every=5", "checkpoint.keep=0"], "checkpoint.every = 5 cannot take effect"),
+        (["train.sample_tokens=5", "checkpoint.keep=0"], "train.sample_tokens = 5 cannot take effect"),
+        (["pipeline.mismatch=1"], "keeps a forward's weights for its backward"),
+        ([*EMULATED, "pipeline.mismatch=2"], "above that stage's delay"),
+        ([*EMULATED, "pipeline.delay=[1, 0]", "pipeline.mismatch=[1]"], "one number for each stage"),
+        ([*EMULATED, "pipeline.mismatch=1", "train.compile=true"], "may read a copy of the weights"),
+        ([*EMULATED, "pipeline.mismatch=1", "optim.sync_start=0.1"], "a flushed update has no mismatch"),
     ],
 )
 def test_what_cannot_work_is_refused(overrides, words):
@@ -86,6 +96,12 @@ def test_derived_values():
     assert resolve(load(None, ["pipeline.schedule=emulate", "pipeline.delay=0"])).optim.correction == "none"
     with pytest.raises(ConfigError, match="torchrun started 3"):
         resolve(load(None, ["pipeline.stages=2"]), world=3)
+
+
+def test_without_checkpoints_nothing_that_needs_one_is_left():
+    config = resolve(load(None, ["checkpoint.keep=0"]))
+    assert (config.checkpoint.every, config.train.sample_tokens) == (0, 0)
+    assert resolve(from_tree(tomllib.loads(to_toml(config)))) == config
 
 
 def test_microbatches_never_follow_the_stages():

@@ -184,3 +184,19 @@ def test_every_shipped_study_resolves_with_its_tables(path):
         at for at, p in zip(place, whole.points, strict=True) if p.labels[layout.mode] == layout.reference
     }
     assert set(place) == with_reference
+
+
+def test_the_delays_of_the_depth_study_are_those_of_the_schedules():
+    from slipstream.schedule.generate import build
+    from slipstream.schedule.staleness import staleness
+
+    study = load_study(Path(__file__).parents[2] / "studies" / "a-depth.toml")
+    modes = {p.labels["mode"]: p.config.pipeline for p in study.expand({}).points}
+    for stages in (4, 8, 16):
+        expected = staleness(build("pipedream", stages, 16, 4))
+        assert modes[f"pipedream {stages}"].delay == list(expected.delay)
+        assert modes[f"pipedream {stages}"].mismatch == 0
+    for every in (1, 4, 8):
+        expected = staleness(build("paci", 8, 8, 6, every=every))
+        assert modes[f"paci 8, a={every}"].delay == list(expected.delay)
+        assert modes[f"paci 8, a={every}"].mismatch == list(expected.mismatch)

@@ -23,6 +23,7 @@ def resolve(config: Config, *, world: int | None = None) -> Config:
     model = _model(config.model, problems)
     pipeline = _pipeline(config, world, problems)
     config = config.model_copy(update={"pipeline": config.pipeline.model_copy(update=pipeline)})
+    config = _without_checkpoints(config, problems)
     optim = _optim(config, problems)
     config = config.model_copy(update={"optim": config.optim.model_copy(update=optim)})
     if model is not None:
@@ -82,6 +83,28 @@ def _pipeline(config: Config, world: int | None, problems: list[str]) -> dict[st
             f"torchrun started {world}. Set pipeline.stages x pipeline.data_ranks = {world}, or nproc."
         )
     return {"stages": stages}
+
+
+def _without_checkpoints(config: Config, problems: list[str]) -> Config:
+    """With checkpoint.keep = 0 nothing is saved, so nothing that needs a saved state may be asked for."""
+    if config.checkpoint.keep:
+        return config
+    given = {
+        "checkpoint.every": (config.checkpoint, "every"),
+        "train.sample_tokens": (config.train, "sample_tokens"),
+    }
+    for key, (section, name) in given.items():
+        if name in section.model_fields_set and (value := getattr(section, name)):
+            problems.append(
+                f"{key} = {value} cannot take effect: checkpoint.keep = 0 writes no checkpoint. Set {key}=0, or "
+                "checkpoint.keep=1."
+            )
+    return config.model_copy(
+        update={
+            "checkpoint": config.checkpoint.model_copy(update={"every": 0}),
+            "train": config.train.model_copy(update={"sample_tokens": 0}),
+        }
+    )
 
 
 def _optim(config: Config, problems: list[str]) -> dict[str, Any]:
@@ -165,6 +188,8 @@ def _check_pipeline(config: Config, problems: list[str]) -> None:
         delays = pipeline.delay if isinstance(pipeline.delay, list) else [pipeline.delay]
         if not delays or min(delays) < 0:
             problems.append(f"pipeline.delay = {pipeline.delay} must not be negative or empty.")
+        elif pipeline.mismatch not in (0, [0]):
+            _check_mismatch(config, delays, problems)
     elif m < stages:
         problems.append(
             f"pipeline.microbatches = {m} is less than pipeline.stages = {stages}. Set "
@@ -175,6 +200,11 @@ def _check_pipeline(config: Config, problems: list[str]) -> None:
             f"pipeline.delay = {pipeline.delay} cannot take effect: pipeline.schedule = "
             f"'{pipeline.schedule}' has "
             f"a delay of {0 if config.synchronous else 1}. Set pipeline.schedule=emulate for other delays."
+        )
+    if pipeline.schedule != "emulate" and pipeline.mismatch != 0:
+        problems.append(
+            f"pipeline.mismatch = {pipeline.mismatch} cannot take effect: pipeline.schedule = "
+            f"'{pipeline.schedule}' keeps a forward's weights for its backward. Set pipeline.schedule=emulate."
         )
     if pipeline.schedule != "2bw":
         if pipeline.in_flight is not None:
@@ -200,6 +230,27 @@ def _check_pipeline(config: Config, problems: list[str]) -> None:
             f"pipeline.microbatch_size = {pipeline.microbatch_size} cannot be shared by "
             "pipeline.data_ranks = "
             f"{pipeline.data_ranks}. Make it a multiple."
+        )
+
+
+def _check_mismatch(config: Config, delays: list[int], problems: list[str]) -> None:
+    """A backward can only see newer weights where its forward's own are the ones autograd kept."""
+    mismatch, train, optim = config.pipeline.mismatch, config.train, config.optim
+    lags = mismatch if isinstance(mismatch, list) else [mismatch] * len(delays)
+    if len(lags) != len(delays) or any(not 0 <= lag <= late for lag, late in zip(lags, delays, strict=False)):
+        problems.append(
+            f"pipeline.mismatch = {mismatch} must give one number for each stage of pipeline.delay = "
+            f"{config.pipeline.delay}, none negative or above that stage's delay."
+        )
+    if train.dtype == "bfloat16_autocast" or train.compile:
+        problems.append(
+            "pipeline.mismatch cannot take effect under train.dtype=bfloat16_autocast or train.compile, where the "
+            "backward may read a copy of the weights. Set train.dtype=bfloat16 (or float32) and train.compile=false."
+        )
+    if optim.sync_start or optim.sync_finish:
+        problems.append(
+            f"pipeline.mismatch = {mismatch} does not go with optim.sync_start and optim.sync_finish: a flushed "
+            "update has no mismatch. Set them to 0."
         )
 
 

@@ -88,6 +88,9 @@ class PipelineSettings(Settings):
     delay: int | list[int] = _field(
         1, "updates between reading and using weights; other than 1: emulate only"
     )
+    mismatch: int | list[int] = _field(
+        0, "updates by which a backward's weights are newer than its forward's (no stashing); emulate only"
+    )
     data_ranks: int = _layout(1, "data-parallel ranks per stage; they share each microbatch's rows", ge=1)
     shard_optimizer: bool = _layout(False, "each data rank owns the master and state of whole matrices")
 
@@ -145,8 +148,8 @@ class TrainSettings(Settings):
 
 
 class CheckpointSettings(Settings):
-    every: int = _output(100, "steps between checkpoints; 0: only at the end", ge=0)
-    keep: int = _output(2, "finished checkpoints kept", ge=1)
+    every: int = _output(100, "steps between checkpoints; 0: only at the end (derived: 0 if keep = 0)", ge=0)
+    keep: int = _output(2, "finished checkpoints kept; 0: none is written, nor a sample made", ge=0)
 
 
 class HealthSettings(Settings):

@@ -21,7 +21,12 @@ def close(parts: Parts, outcome: Outcome) -> None:
         return
     folder = Path(config.run.dir)
     if outcome.reason == "signal":
-        show.note(f"Stopped at step {outcome.step}, saved. The same command resumes it.", "bold")
+        saved = (
+            "saved. The same command resumes it"
+            if config.checkpoint.keep
+            else "not saved: checkpoint.keep = 0"
+        )
+        show.note(f"Stopped at step {outcome.step}, {saved}.", "bold")
     if outcome.reason != "finished":
         return
     assert outcome.validation_loss is not None
@@ -73,7 +78,8 @@ def paths(folder: Path) -> str:
     lines = [
         f"  {folder / name}  {meaning}" for name, meaning in meanings.items() if (folder / name).exists()
     ]
-    return "\n".join(["Written:", *lines, f"Next: slipstream generate {folder} 'PROMPT'"])
+    ahead = [f"Next: slipstream generate {folder} 'PROMPT'"] if (folder / "checkpoints").exists() else []
+    return "\n".join(["Written:", *lines, *ahead])
 
 
 def _say_speed(show: Show, busy: tuple[float, ...]) -> None:

@@ -98,6 +98,7 @@ class Emulated:
             delay,
             synchronous=build.flushed(config),
             stages=modules if count > 1 else None,
+            mismatch=config.pipeline.mismatch,
             bank_dtype=torch.bfloat16 if config.train.dtype == "bfloat16" else None,
             prepare=build.preparation(config),
         )

@@ -15,6 +15,7 @@ import platform
 import secrets
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -82,7 +83,7 @@ def plan(folder: Path, config: Config, data_fingerprint: str) -> Plan:
     checkpoint.sweep(root)
     found = checkpoint.newest_good(root, notes.append)
     if found is None:
-        return _begin(folder, config, data_fingerprint, notes)
+        return _ended(folder, config, data_fingerprint) or _begin(folder, config, data_fingerprint, notes)
     path, manifest = found
     notes += _check_same_run(folder, config, manifest, data_fingerprint)
     finished = manifest.step >= config.train.steps and has_event(folder, "finish", manifest.step)
@@ -116,6 +117,21 @@ def write_environment(folder: Path, config: Config, data: dict[str, Any], device
         "time": time.time(),
     }
     (folder / "environment.json").write_text(json.dumps(environment, indent=2), encoding="utf-8")
+
+
+def _ended(folder: Path, config: Config, data_fingerprint: str) -> Plan | None:
+    """A finished run that was to keep no checkpoint (checkpoint.keep = 0); None where there is no such run."""
+    steps = config.train.steps
+    if config.checkpoint.keep or not has_event(folder, "finish", steps):
+        return None
+    try:
+        stored = from_tree(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
+    except (OSError, UserError, tomllib.TOMLDecodeError):
+        return None  # nothing here says what ended
+    if changed := changes(stored, config):
+        lines = "\n".join(f"  - {change}" for change in changed)
+        raise UserError(f"'{folder}' holds another run, finished:\n{lines}\nSet another run.dir.")
+    return Plan(steps, None, True, False, 0, data_fingerprint, secrets.token_hex(4))
 
 
 def _begin(folder: Path, config: Config, data_fingerprint: str, notes: list[str]) -> Plan:

@@ -142,7 +142,7 @@ class _Saver:
 
     def save(self, step: int) -> None:
         """Snapshot now, write later; once per step."""
-        if step == self._saved:
+        if step == self._saved or not self._parts.config.checkpoint.keep:
             return
         self._saved = step
         if self._parts.seat.data_rank == 0 or self._parts.config.pipeline.shard_optimizer:
