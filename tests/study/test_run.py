@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,8 @@ from slipstream.errors import UserError
 from slipstream.metrics.events import read_run
 from slipstream.study.parse import load_study
 from slipstream.study.pool import Pool
-from slipstream.study.results import FAILED_FILE, collect, losses
-from slipstream.study.run import Clock, Limits, run_study
+from slipstream.study.results import FAILED_FILE, Result, collect, losses
+from slipstream.study.run import Clock, Limits, run_study, steady_seconds
 from slipstream.study.show import Show
 
 TOY = Path(__file__).parents[2] / "studies" / "toy.toml"
@@ -36,10 +37,10 @@ def data(tmp_path_factory) -> Path:
     return folder
 
 
-def command(*arguments: object) -> None:
+def command(*arguments: object, code: int = 0) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["study", *map(str, arguments)])
-    assert ended.value.code == 0
+    assert ended.value.code == code
 
 
 def test_the_toy_study_end_to_end(tmp_path, data, capsys):
@@ -50,7 +51,7 @@ def test_the_toy_study_end_to_end(tmp_path, data, capsys):
     file.write_text(text.replace('product = ["seed", ', 'product = ["seed:0", '))
     overrides = [*SMALLER, f"data.path={data}"]
 
-    command("run", file, *overrides, "--out", out, "--workers", 2, "--only", "optimizer=muon")
+    command("run", file, *overrides, "--out", out, "--workers", 2, "--only", "optimizer=muon", code=3)
     told = capsys.readouterr().out
     assert "4 runs finished, 1 failed" in told
     study = load_study(file, overrides)
@@ -68,12 +69,15 @@ def test_the_toy_study_end_to_end(tmp_path, data, capsys):
     assert sync.validation[-1][1] == sync.loss
     folder = out / points["muon", "sync"].folder
     assert read_run(folder).status == "finished"
-    assert not (folder / "checkpoints").exists()  # a study keeps numbers, not weights
+    kept = {path.name for path in folder.iterdir()}  # a study keeps numbers, not weights
+    assert kept == {"config.toml", "environment.json", "events.jsonl", "lock"}
 
     # Everything above is done, so a second call starts nothing; nor does one whose time is too short.
     stamp = (folder / "events.jsonl").stat().st_mtime_ns
     again = run_study(study, out, Limits(only="optimizer=muon"), Show(out))
-    assert (again.finished, again.failed, again.left) == ([], {}, 0)
+    assert (again.finished, again.failed, again.failed_before, again.left) == ([], {}, 1, 0)
+    command("run", file, *overrides, "--out", out, "--only", "optimizer=muon", code=3)  # still on record
+    command("run", file, *overrides, "--out", out, "--only", "optimizer=muon mode=sync")
     assert (folder / "events.jsonl").stat().st_mtime_ns == stamp
     hurried = run_study(study, out, Limits(minutes=1e-9), Show(out))
     assert (hurried.finished, hurried.stopped, hurried.left) == ([], "time", 5)
@@ -92,9 +96,36 @@ def test_the_toy_study_end_to_end(tmp_path, data, capsys):
     assert "Net gain (simulated)" in told
     assert (tmp_path / "docs" / "toy.html").exists()
 
-    # An export in the folder of another machine stands for its runs.
+    # An export in the folder of another machine stands for its runs, and so does one named beside it.
     elsewhere = run_study(study, tmp_path / "docs", Limits(only="optimizer=muon"), Show(out))
     assert elsewhere.finished == []
+    empty = tmp_path / "empty"
+    elsewhere = run_study(study, empty, Limits(only="optimizer=muon"), Show(out), also=[export])
+    assert elsewhere.finished == []
+    command("table", file, *overrides, "--results", empty, "--results", export)
+    assert "| muon | sync | 1 |" in capsys.readouterr().out
+
+    # A retry begins from nothing, and what fails again is recorded again.
+    again = run_study(study, out, Limits(only="mode=broken", retry=True), Show(out))
+    assert list(again.failed) == ["seed=0 optimizer=muon mode=broken", "seed=0 optimizer=adamw mode=broken"]
+
+
+def test_a_study_is_compiled_ahead_once_for_each_shape(monkeypatch):
+    """Without compiling: what would be run, and that it can be."""
+    from slipstream.study import warm
+
+    study = load_study(TOY, [*SMALLER, "data.path=/nowhere", "train.compile=true"])
+    (point,) = warm._one_of_each_shape(study)
+    monkeypatch.setattr(warm, "_one_of_each_shape", lambda _: [point])
+    eager = point.config.train.model_copy(update={"compile": False})
+    point = replace(point, config=point.config.model_copy(update={"train": eager}))
+    assert [name for name, _ in warm.warm_up(study)] == ["seed=0 optimizer=muon mode=sync"]
+
+
+def test_time_without_compiling_is_what_later_runs_take():
+    result = Result("d", "run", {}, loss=1.0, tokens=1000, tokens_per_second=100.0)
+    assert steady_seconds(result, 60.0) == pytest.approx(10.8 + 2)
+    assert steady_seconds(result, 11.0) == 11.0
 
 
 def test_tables_of_nothing_are_a_clear_error(tmp_path, capsys):

@@ -25,7 +25,11 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Changes of its base, say data.path=FOLDER."),
 ]
-Results = Annotated[Path, typer.Option(help="Folder of runs (and exports), or one export.")]
+Results = Annotated[
+    list[Path] | None,
+    typer.Option(help="Folder of runs (and exports), or one export; may be repeated.", show_default=str(OUT)),
+]
+RUNS_FAILED = 3  # exit code: everything asked for was tried, and some runs failed
 
 
 @app.command()
@@ -39,25 +43,46 @@ def run(
     ] = None,
     retry: Annotated[bool, typer.Option(help="Run failed runs again.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the runs; studies may share one.")] = OUT,
+    also: Annotated[
+        list[Path] | None, typer.Option(help="More results, as --results: what they hold is not run again.")
+    ] = None,
 ) -> None:
-    """Execute what is missing: finished runs are skipped, failed ones recorded."""
+    """Execute what is missing: finished runs are skipped, failed ones recorded.
+
+    Exit code 0: nothing failed (runs may be left, for want of time); 3: runs failed, now or on record; 2: a mistake.
+    """
     from slipstream.study.run import Limits, run_study
     from slipstream.study.show import Show
 
     show = Show(out)
-    outcome = run_study(
-        load_study(file, overrides or ()), out, Limits(workers, only, limit_minutes, retry), show
-    )
+    limits = Limits(workers, only, limit_minutes, retry)
+    outcome = run_study(load_study(file, overrides or ()), out, limits, show, _places(also))
     left = f", {outcome.left} left" if outcome.left else ""
     waiting = f", {outcome.waiting} more once a grid has ended" if outcome.waiting else ""
     show.note(f"{len(outcome.finished)} runs finished, {len(outcome.failed)} failed{left}{waiting}.")
     show.note(f"Next: slipstream study table {file} --results {out}")
+    if outcome.failed_before:
+        show.note(f"{outcome.failed_before} more failed before; --retry runs them again.")
+    if outcome.failed or outcome.failed_before:
+        raise typer.Exit(RUNS_FAILED)
+
+
+@app.command()
+def warm(file: File, overrides: Overrides = None) -> None:
+    """Compile what the runs of a study need, into torch's cache on disk; needs no data.
+
+    Workers that start together then read the cache instead of each compiling the same code.
+    """
+    from slipstream.study.warm import warm_up
+
+    for name, seconds in warm_up(load_study(file, overrides or ())):
+        print(f"{name}  {seconds:.1f} s")
 
 
 @app.command("list")
-def list_runs(file: File, overrides: Overrides = None, results: Results = OUT) -> None:
+def list_runs(file: File, overrides: Overrides = None, results: Results = None) -> None:
     """Every run of a study with its state."""
-    study, found = load_study(file, overrides or ()), collect(results)
+    study, found = load_study(file, overrides or ()), collect(*_places(results, OUT))
     expansion = study.expand(losses(found))
     for point in expansion.points:
         result = found.get(point.digest)
@@ -77,16 +102,14 @@ def list_runs(file: File, overrides: Overrides = None, results: Results = OUT) -
 def export(
     file: File,
     overrides: Overrides = None,
-    results: Results = OUT,
+    results: Results = None,
     out: Annotated[Path, typer.Option(help="Folder the file is written to.")] = Path("docs/results"),
 ) -> None:
     """Write the ended runs of a study as one small file that `study table` reads back."""
-    study, found = load_study(file, overrides or ()), collect(results)
+    study, found = load_study(file, overrides or ()), collect(*_places(results, OUT))
     ended = of_points(study.expand(losses(found)).points, found)
     if not ended:
-        raise UserError(
-            f"No run of '{file}' has ended in {results}. Run it first, or name its folder with --results."
-        )
+        raise _nothing(file, results)
     path = out / f"{study.name}.jsonl.gz"
     count = write_export(path, ended)
     print(f"{path}  {count} runs, {path.stat().st_size:,} bytes")
@@ -96,7 +119,7 @@ def export(
 def table(
     file: File,
     overrides: Overrides = None,
-    results: Results = OUT,
+    results: Results = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the files. Default: that of the results.")
     ] = None,
@@ -104,16 +127,31 @@ def table(
     """Print the tables; write them as Markdown, CSV and one HTML page with the loss curves."""
     from slipstream.study.page import write_tables
 
-    study, found = load_study(file, overrides or ()), collect(results)
+    study, found = load_study(file, overrides or ()), collect(*_places(results, OUT))
     expansion = study.expand(losses(found))
     if not of_points(expansion.points, found):
-        raise UserError(
-            f"No run of '{file}' has ended in {results}. Run it first, or name its folder with --results."
-        )
+        raise _nothing(file, results)
     _print(tables(study, expansion, found))
-    folder = out or (results if results.is_dir() else results.parent)
+    first = _places(results, OUT)[0]
+    folder = out or (first if first.is_dir() else first.parent)
     for path in write_tables(study, expansion, found, folder):
         print(path)
+
+
+def _places(named: Sequence[Path] | None, *otherwise: Path) -> list[Path]:
+    for place in named or ():
+        if not place.exists():
+            raise UserError(
+                f"There are no results at '{place}'. Name a folder of runs, or an export (*.jsonl.gz)."
+            )
+    return list(named or otherwise)
+
+
+def _nothing(file: Path, results: Sequence[Path] | None) -> UserError:
+    places = ", ".join(str(place) for place in _places(results, OUT))
+    return UserError(
+        f"No run of '{file}' has ended in {places}. Run it first, or name its folder with --results."
+    )
 
 
 def _print(found: Sequence[PageTable]) -> None:

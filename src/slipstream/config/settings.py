@@ -143,6 +143,7 @@ class TrainSettings(Settings):
     eval_batches: int = _output(8, "update-sized batches per validation", ge=1)
     sample_prompt: str = _output("def __init__(self", "prompt of the sample at the end")
     sample_tokens: int = _output(96, "tokens of the sample at the end; 0: none", ge=0)
+    report: bool = _output(True, "write report.html at the end")
     timeline_at: int = _output(20, "record the timeline of three groups after this step; 0: never", ge=0)
     trackers: list[Literal["tensorboard", "wandb"]] = _output([], "also log to tensorboard or wandb")
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slipstream.config.load import parse_value, read_toml
 from slipstream.errors import UserError
-from slipstream.study.sweep import Axis, Choice, Combine, Node, Study, Tree, Tune, merge, names
+from slipstream.study.sweep import TUNING, Axis, Choice, Combine, Node, Study, Tree, Tune, merge, names
 
 # Below the file's own base: what a run of a study does not need.
 DEFAULTS: Tree = {
     "pipeline": {"schedule": "emulate"},
-    "train": {"sample_tokens": 0, "log_every": 50},
-    "checkpoint": {"every": 0},
+    "train": {"sample_tokens": 0, "report": False, "timeline_at": 0, "log_every": 50},
+    "checkpoint": {"every": 0, "keep": 0},
     "health": {"hash_every": 0},
 }
 
@@ -77,16 +77,33 @@ def _node(spec: Any, axes: Mapping[str, Axis]) -> Node:
         raise UserError(f"{spec!r} is no part of [runs]: write the name of an axis, or a table.")
     if "tune" in spec:
         missing = {"tune", "by", "over", "then"} - set(spec)
-        if missing or set(spec) - {"tune", "by", "over", "then", "like"}:
+        if missing or set(spec) - {"tune", "by", "over", "then", "like", "tune_with"}:
             raise UserError(
-                f"A tune of [runs] needs tune, by, over and then (and like); it has {names(spec)}."
+                f"A tune of [runs] needs tune, by, over and then (and like, tune_with); it has {names(spec)}."
             )
         over, then = _node(spec["over"], axes), _node(spec["then"], axes)
-        return Tune(spec["tune"], tuple(spec["by"]), over, then, spec.get("like", {}))
+        cheaper = _tune_with(spec["tune_with"]) if "tune_with" in spec else None
+        return Tune(spec["tune"], tuple(spec["by"]), over, then, spec.get("like", {}), cheaper)
     if len(spec) != 1 or not set(spec) <= {"product", "zip", "chain"}:
         raise UserError(f"A table of [runs] has one of product, zip, chain or tune; this has {names(spec)}.")
     ((how, parts),) = spec.items()
     return Combine(how, tuple(_node(part, axes) for part in parts))
+
+
+def _tune_with(spec: Any) -> Choice:
+    """The keys of a grid's runs as one choice, labelled by what it sets."""
+    if not isinstance(spec, dict) or not spec:
+        raise UserError("tune_with is a table of keys for the runs of `over`, for example train.steps = 600.")
+    tree = _undotted(spec)
+    return Choice(TUNING, ", ".join(f"{key}={_label(value)}" for key, value in _leaves(tree)), tree)
+
+
+def _leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _selected(text: str, axes: Mapping[str, Axis]) -> Axis:

@@ -53,6 +53,11 @@ class Pool:
     def idle(self) -> bool:
         return len(self.active) < self._size
 
+    def prepare(self, count: int) -> None:
+        """Start processes now that will be needed: they import while the first runs are set up."""
+        while len(self._workers) < min(count, self._size):
+            self._hire()
+
     def start(self, point: Point, folder: Path) -> None:
         """Give the run to an idle worker."""
         worker = next((w for w in self._workers if w.point is None), None) or self._hire()
@@ -87,7 +92,8 @@ class Pool:
         index = min(set(range(self._size)) - {worker.index for worker in self._workers})
         ours, theirs = self._context.Pipe()
         log = str(self._out / f"worker-{index}.log")
-        process = self._context.Process(target=serve, args=(theirs, log, os.getpid()), daemon=True)
+        threads = max(1, (os.cpu_count() or 1) // self._size)
+        process = self._context.Process(target=serve, args=(theirs, log, os.getpid(), threads), daemon=True)
         process.start()
         theirs.close()
         worker = Worker(index, process, ours)

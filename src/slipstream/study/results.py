@@ -12,7 +12,7 @@ import gzip
 import json
 import statistics
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,18 +52,30 @@ class Result:
         return self.settings.get(name, default)
 
 
-def collect(folder: Path) -> dict[str, Result]:
-    """Every ended run under `folder`, by digest; a run folder is newer than an export."""
+def collect(*places: Path) -> dict[str, Result]:
+    """Every ended run in folders and exports, by digest.
+
+    Where two hold the same run a finished one goes before a failed one, then an earlier place before a later, a run
+    folder before an export.
+    """
     found: dict[str, Result] = {}
-    if folder.is_file():
-        return {result.digest: result for result in read_export(folder)}
-    for path in sorted(folder.glob("*.jsonl.gz")):
-        found |= {result.digest: result for result in read_export(path)}
-    for path in sorted(folder.glob("*/")):
-        result = read_folder(path)
-        if result is not None:
-            found[result.digest] = result
+    for place in places:
+        for result in _of_place(place):
+            held = found.get(result.digest)
+            if held is None or (held.failed and not result.failed):
+                found[result.digest] = result
     return found
+
+
+def _of_place(place: Path) -> Iterator[Result]:
+    if place.is_file():
+        yield from read_export(place)
+        return
+    for path in sorted(place.glob("*/")):
+        if (result := read_folder(path)) is not None:
+            yield result
+    for path in sorted(place.glob("*.jsonl.gz")):
+        yield from read_export(path)
 
 
 def read_folder(folder: Path) -> Result | None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 from slipstream.errors import UserError
@@ -29,6 +30,7 @@ from slipstream.study.show import Show
 from slipstream.study.sweep import Expansion, Point, Study, settings
 
 POLL_SECONDS = 1.0
+SET_UP_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Outcome:
 
     finished: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    failed_before: int = 0  # wanted, and on record as failed when this call began
     left: int = 0  # known and wanted, but not run
     waiting: int = 0  # to be known when a grid has ended
     stopped: str = ""  # why runs were left: "time" or "interrupt"
@@ -59,7 +62,8 @@ class Clock:
         self._seen: list[tuple[tuple[Any, ...], float]] = []
         for result in results.values():
             if result.seconds and result.tokens and not result.failed:
-                self._seen.append((_kind(result.settings), result.seconds / result.tokens))
+                seconds = steady_seconds(result, result.seconds)
+                self._seen.append((_kind(result.settings), seconds / result.tokens))
 
     def observe(self, point: Point, seconds: float) -> None:
         self._seen.append((_kind(settings(point.config)), seconds / _tokens(point)))
@@ -84,11 +88,21 @@ class Clock:
         return sum(known) / workers if len(known) == len(times) else None
 
 
-def run_study(study: Study, out: Path, limits: Limits, show: Show) -> Outcome:
-    """Run what is missing; Ctrl-C lets the runs under way save themselves."""
+def steady_seconds(result: Result, seconds: float) -> float:
+    """What the run would have taken in a process that had compiled before: its steps, validations, set-up."""
+    if not result.tokens_per_second:
+        return seconds
+    return min(seconds, 1.08 * result.tokens / result.tokens_per_second + SET_UP_SECONDS)
+
+
+def run_study(study: Study, out: Path, limits: Limits, show: Show, also: Sequence[Path] = ()) -> Outcome:
+    """Run what neither `out` nor the results of `also` hold; Ctrl-C ends the runs under way in order."""
     out.mkdir(parents=True, exist_ok=True)
-    results = collect(out)
+    results = collect(out, *also)
     if limits.retry:
+        for result in results.values():
+            if result.failed and result.run:
+                rmtree(out / result.run, ignore_errors=True)
         results = {name: result for name, result in results.items() if not result.failed}
     deadline = None if limits.minutes is None else time.monotonic() + 60 * limits.minutes
     clock, outcome = Clock(results), Outcome()
@@ -101,7 +115,13 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show) -> Outcome:
     done = sum(1 for point in expansion.points if point.digest in results)
     later = f" and {expansion.waiting} to be chosen" if expansion.waiting else ""
     show.note(f"{study.name}: {len(expansion.points)} runs{later}, {done} done. Runs: {out}")
+    outcome.failed_before = sum(
+        1
+        for point in expansion.points
+        if point.digest in results and results[point.digest].failed and _wanted(point, limits.only)
+    )
     with Pool(limits.workers, out) as pool, show:
+        pool.prepare(sum(1 for p in expansion.points if p.digest not in results and _wanted(p, limits.only)))
         while True:
             todo = [
                 point
@@ -128,7 +148,7 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show) -> Outcome:
                 ended = pool.wait(POLL_SECONDS)
             except KeyboardInterrupt:
                 outcome.stopped = "interrupt"
-                show.note("Stopping: the runs under way save their state.")
+                show.note("Stopping: the runs under way end, and begin again next time.")
                 continue
             for point, report in ended:
                 folder = out / point.folder
@@ -136,10 +156,10 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show) -> Outcome:
                     write_failure(folder, point, report.message, report.trace)
                 result = read_folder(folder)
                 if result is None:
-                    continue  # interrupted: the same command goes on with it
+                    continue  # interrupted: the same command runs it again
                 assert result.digest == point.digest, f"{folder} holds {result.digest}, not {point.digest}"
                 results[point.digest] = result
-                clock.observe(point, report.seconds)
+                clock.observe(point, steady_seconds(result, report.seconds))
                 if result.failed:
                     outcome.failed[point.name] = result.failed
                 else:

@@ -39,6 +39,7 @@ Losses = Mapping[str, float | None]  # final validation loss by digest; None: th
 
 _MEASURED = ("train.eval_every", "train.eval_batches")  # decide the curve, though not the trajectory
 _PLACE = ("run.dir", "train.device")
+TUNING = "tuning"  # the axis that tells runs of a cheaper grid from the others
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Tune:
         then = { product = ["seed", "optimizer", "mode"] }
 
     The runs of `then` are known once those of `over` have ended. `like` lets a label borrow the choice of
-    another, say like.mode.delay = "ef".
+    another, say like.mode.delay = "ef". `tune_with` holds keys for the runs of `over` alone, say a shorter
+    train.steps; such runs carry a label on the axis `tuning`, so that no table takes them for whole ones.
     """
 
     axis: str
@@ -77,6 +79,7 @@ class Tune:
     over: Node
     then: Node
     like: Mapping[str, Mapping[str, str]]
+    tune_with: Choice | None = None
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,9 @@ class _Expansion:
     def _tuned(self, node: Tune) -> Iterator[Combination]:
         tried: dict[tuple[str, ...], list[tuple[Choice, float | None]]] = {}
         unknown: set[tuple[str, ...]] = set()
-        for combination in self.combinations(node.over):
+        cheaper = () if node.tune_with is None else (node.tune_with,)
+        for grid in self.combinations(node.over):
+            combination = (*grid, *cheaper)
             yield combination
             group, found = _labels(combination, node.by), self.point(combination).digest
             if found in self.losses:

@@ -33,23 +33,30 @@ class Report:
     seconds: float
 
 
-def serve(connection: Connection, log: str, parent: int) -> None:
+def serve(connection: Connection, log: str, parent: int, compile_threads: int) -> None:
     """Take configs (as trees) from the connection until it gives None; everything printed goes to `log`."""
     _print_to(log)
     _die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer catches it during a run, to save and stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer catches it during a run, to stop
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compile_threads))
+    _import_now()
     shape: Any = None
     while (tree := connection.recv()) is not None:
         began = time.perf_counter()
-        if shape is not None and shape != _shape(tree):
+        if shape is not None and shape != shape_of(tree):
             _forget_compiled()  # torch gives up compiling a function that keeps meeting new shapes
-        shape = _shape(tree)
+        shape = shape_of(tree)
         print(f"--- {tree['run']['dir']}", flush=True)
         message, trace, broken = _run(tree)
         connection.send(Report(message, trace, broken, time.perf_counter() - began))
         if broken:
             return
+
+
+def _import_now() -> None:
+    """While the first run is still being chosen or compiled elsewhere."""
+    import slipstream.train.session  # noqa: F401
 
 
 def _run(tree: dict[str, Any]) -> tuple[str, str, bool]:
@@ -81,13 +88,13 @@ def _clean(folder: Path) -> None:
         torch.cuda.reset_peak_memory_stats()
     from slipstream.metrics.events import read_run
 
-    if (folder / "config.toml").exists() and read_run(folder).status == "finished":
-        rmtree(folder / "checkpoints", ignore_errors=True)
-        for name in ("report.html", "tokenizer.json"):
-            (folder / name).unlink(missing_ok=True)
+    (folder / "tokenizer.json").unlink(missing_ok=True)
+    kept = folder / "checkpoints"  # where the study asks for them, or an earlier version left them
+    if kept.exists() and read_run(folder).status == "finished":
+        rmtree(kept, ignore_errors=True)
 
 
-def _shape(tree: dict[str, Any]) -> Any:
+def shape_of(tree: dict[str, Any]) -> Any:
     """What compiled code depends on."""
     pipeline, train = tree["pipeline"], tree["train"]
     return (

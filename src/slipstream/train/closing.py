@@ -53,7 +53,8 @@ def close(parts: Parts, outcome: Outcome) -> None:
         tokens=tokens,
         seconds=round(recorder.seconds, 3),
     )
-    write_report([folder], folder / "report.html")
+    if config.train.report:
+        write_report([folder], folder / "report.html")
     show.note(f"Finished {outcome.step} steps, {tokens:,} tokens, in {duration(recorder.seconds)}.")
     show.note(paths(folder))
 

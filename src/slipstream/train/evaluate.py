@@ -8,10 +8,13 @@ would have read anyway.
 from __future__ import annotations
 
 import math
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from slipstream.data.shards import open_shard
 from slipstream.data.tokens import TokenDataset
 from slipstream.train.batches import Place, load
 from slipstream.train.board import Board
@@ -41,9 +44,16 @@ def validate(
 
 def unigram_entropy(dataset: TokenDataset, vocab: int, limit: int = 20_000_000) -> float:
     """Nats per token of the best model that knows only how often each token occurs."""
+    files = tuple((path, path.stat().st_mtime_ns) for path in dataset.paths)
+    return _entropy(files, vocab, limit)
+
+
+@cache  # a process that trains many runs counts its text once
+def _entropy(files: tuple[tuple[Path, int], ...], vocab: int, limit: int) -> float:
     counts = np.zeros(vocab, dtype=np.int64)
     left = limit
-    for shard in dataset.shards:
+    for path, _ in files:
+        shard = open_shard(path)
         counts += np.bincount(np.asarray(shard[:left]), minlength=vocab)[:vocab]
         left -= min(left, len(shard))
     share = counts[counts > 0] / counts.sum()
