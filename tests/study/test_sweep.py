@@ -9,7 +9,7 @@ import pytest
 from slipstream.config import from_tree, resolve
 from slipstream.errors import UserError
 from slipstream.study.parse import load_study
-from slipstream.study.sweep import Point, Study, digest
+from slipstream.study.sweep import TUNING, Point, Study, digest
 
 AXES = """
 [axes.seed]
@@ -106,6 +106,18 @@ def test_tune_waits_only_for_its_own_grid_and_leaves_out_what_never_trains(study
     assert found.notes == ("No lr of the grid trains optimizer=muon mode=sync: left out.",)
 
 
+def test_a_grid_may_be_cheaper_than_what_it_chooses_for(study):
+    made = study(TUNE + "tune_with = { train = { steps = 5, eval_every = 0 } }\n")
+    grid = made.expand({}).points
+    assert {point.config.train.steps for point in grid} == {5}
+    assert {point.labels["tuning"] for point in grid} == {"train.steps=5, train.eval_every=0"}
+    found = made.expand(losses_of(grid, {"sync": "0.002", "ef": "0.002"}))
+    chosen = found.points[6:]
+    assert len(chosen) == 6  # seed 0 is run again at full length
+    assert {(p.config.train.steps, p.config.optim.lr) for p in chosen} == {(400, 0.002)}
+    assert all("tuning" not in point.labels for point in chosen)
+
+
 def test_overrides_change_the_base_and_not_the_axes(study):
     points = study('product = ["lr"]', AXES, "train.steps=7", "optim.lr=9").expand({}).points
     assert {point.config.train.steps for point in points} == {7}
@@ -121,6 +133,7 @@ def test_overrides_change_the_base_and_not_the_axes(study):
         ('zip = ["seed", "lr"]', r"one length, not \[2, 3\]"),
         ('sum = ["seed"]', "one of product, zip, chain or tune"),
         ('tune = "lr"\nover = "lr"', "needs tune, by, over and then"),
+        (TUNE + "tune_with = 5", "tune_with is a table"),
     ],
 )
 def test_mistakes_are_named(study, runs, words):
@@ -179,9 +192,10 @@ def test_every_shipped_study_resolves_with_its_tables(path):
     assert {layout.reference, layout.baseline} <= modes
     # Paired: every mode of a seed has the synchronous run of that seed beside it.
     special = {layout.mode, *layout.best}
-    place = [tuple((a, x) for a, x in p.labels.items() if a not in special) for p in whole.points]
+    points = [point for point in whole.points if TUNING not in point.labels]
+    place = [tuple((a, x) for a, x in p.labels.items() if a not in special) for p in points]
     with_reference = {
-        at for at, p in zip(place, whole.points, strict=True) if p.labels[layout.mode] == layout.reference
+        at for at, p in zip(place, points, strict=True) if p.labels[layout.mode] == layout.reference
     }
     assert set(place) == with_reference
 
@@ -200,3 +214,37 @@ def test_the_delays_of_the_depth_study_are_those_of_the_schedules():
         expected = staleness(build("paci", 8, 8, 6, every=every))
         assert modes[f"paci 8, a={every}"].delay == list(expected.delay)
         assert modes[f"paci 8, a={every}"].mismatch == list(expected.mismatch)
+
+
+def test_studies_of_one_setting_share_their_runs():
+    """The digest is of the settings, so what a-core has run no other study of the setting runs again."""
+    folder = Path(__file__).parents[2] / "studies"
+
+    def found(name: str) -> dict[str, Point]:
+        return {point.digest: point for point in load_study(folder / f"{name}.toml").expand({}).points}
+
+    core = found("a-core")
+    for name in ("a-corrections", "a-search"):
+        shared = [core[digest].labels for digest in found(name) if digest in core]
+        assert len(shared) == len(core), name
+    sync = {
+        digest for digest, point in core.items() if point.name.startswith("seed=0") and "sync" in point.name
+    }
+    assert sync <= set(found("a-optimizers"))  # both lie in its grids of learning rates
+
+
+def test_the_long_study_is_paired_seed_by_seed_at_twenty_tokens_per_parameter():
+    from slipstream.config.resolve import model_config
+    from slipstream.models.sizes import parameters
+
+    study = load_study(Path(__file__).parents[2] / "studies" / "b-muon-adamw.toml")
+    grid = study.expand({}).points
+    points = study.expand({point.digest: 1.0 for point in grid}).points
+    whole = points[len(grid) :]
+    assert (len(grid), len(whole)) == (12, 40)
+    first = [(p.labels["seed"], p.labels["optimizer"]) for p in whole[::4]]
+    assert first == [(str(seed), name) for seed in range(5) for name in ("muon", "adamw")]
+    config = whole[0].config
+    tokens = config.train.steps * config.tokens_per_step
+    assert tokens / parameters(model_config(config.model)) == pytest.approx(20, rel=1e-3)
+    assert grid[0].config.train.steps == config.train.steps / 4

@@ -22,7 +22,7 @@ from slipstream.errors import UserError
 from slipstream.study.penalty import Curve, mean_penalty, token_penalty
 from slipstream.study.results import Result
 from slipstream.study.statistics import Estimate, paired_gap, share_recovered, standard_error
-from slipstream.study.sweep import Point, Study
+from slipstream.study.sweep import TUNING, Point, Study
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -58,6 +58,11 @@ class Cell:
         return {seed: result.loss for seed, result in self.results.items() if result.loss is not None}
 
     @property
+    def tuning(self) -> bool:
+        """Whether its runs belong to a grid that was made cheaper by `tune_with`."""
+        return any(axis == TUNING for axis, _ in self.group)
+
+    @property
     def flushed_share(self) -> float:
         """The part of the updates that runs without delay because the run asks for it."""
         result = next(iter(self.results.values()))
@@ -83,6 +88,7 @@ def all_cells(points: Sequence[Point], results: Mapping[str, Result], layout: La
         result = results.get(point.digest)
         if result is None:
             continue
+        # A point of a cheaper grid keeps its label on TUNING, and so a group of its own.
         group = tuple((axis, label) for axis, label in point.labels.items() if axis not in special)
         chosen = tuple((axis, point.labels[axis]) for axis in layout.best if axis in point.labels)
         key = (group, point.labels.get(layout.mode, ""), chosen)
@@ -99,6 +105,11 @@ def all_cells(points: Sequence[Point], results: Mapping[str, Result], layout: La
         mean = statistics.fmean(values) if values else None
         cells.append(replace(cell, mean=mean, error=standard_error(values)))
     return cells
+
+
+def whole(cells: Sequence[Cell]) -> list[Cell]:
+    """Without the runs of a cheaper grid (`tune_with`), which only chose a value."""
+    return [cell for cell in cells if not cell.tuning]
 
 
 def compared(cells: Sequence[Cell], layout: Layout) -> list[Cell]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slipstream.metrics.report_page import Chart, Part, Section, Series, Table, Text, page
-from slipstream.study.cells import Cell, Layout, all_cells, compared, layout_of
+from slipstream.study.cells import Cell, Layout, all_cells, compared, layout_of, whole
 from slipstream.study.results import Curve, Result
 from slipstream.study.sweep import Expansion, Study
 from slipstream.study.tables import as_csv, markdown, runs_table, table_csv, tables
@@ -18,7 +18,7 @@ def write_tables(study: Study, expansion: Expansion, results: Mapping[str, Resul
     layout = layout_of(study)
     found = tables(study, expansion, results)
     runs = runs_table(expansion.points, results)
-    rows = compared(all_cells(expansion.points, results, layout), layout)
+    rows = compared(whole(all_cells(expansion.points, results, layout)), layout)
     notes = _notes(expansion, results)
     texts = {
         f"{study.name}.md": markdown(study, found, notes),

@@ -42,6 +42,9 @@ class Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for worker in self._workers:  # all leave at once: a process with a GPU takes its time
+            with contextlib.suppress(OSError):
+                worker.connection.send(None)
         for worker in self._workers:
             self._dismiss(worker)
 

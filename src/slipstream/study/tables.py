@@ -11,7 +11,7 @@ import io
 from collections.abc import Mapping, Sequence
 
 from slipstream.metrics.report_page import Table
-from slipstream.study.cells import Cell, Layout, all_cells, compared, layout_of
+from slipstream.study.cells import Cell, Layout, all_cells, compared, layout_of, whole
 from slipstream.study.penalty import net_gain, speedup
 from slipstream.study.results import Result
 from slipstream.study.statistics import Estimate
@@ -26,8 +26,9 @@ def tables(study: Study, expansion: Expansion, results: Mapping[str, Result]) ->
     """Everything a study says, in the order a reader wants it."""
     layout = layout_of(study)
     cells = all_cells(expansion.points, results, layout)
-    rows = compared(cells, layout)
-    found = [loss_table(rows, layout), *gain_table(rows, layout), *grid_tables(cells, layout)]
+    rows = compared(whole(cells), layout)
+    cheaper = [cell for cell in cells if cell.tuning]
+    found = [loss_table(rows, layout), *gain_table(rows, layout), *grid_tables(cheaper or cells, layout)]
     return [table for table in found if table.rows]
 
 
