@@ -7,20 +7,16 @@ shape into that cache. They need no data, so this can go on while text is still 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
-
-from slipstream.config import Config
-from slipstream.data.shards import token_dtype, write_shard
 from slipstream.errors import UserError
 from slipstream.study.pool import Pool
 from slipstream.study.sweep import Point, Study
 from slipstream.study.worker import shape_of
+from slipstream.train.rehearse import rehearsal
 
 POLL_SECONDS = 1.0
 
@@ -29,10 +25,8 @@ def warm_up(study: Study) -> Iterator[tuple[str, float]]:
     """(name of a run, seconds its like took) for each shape that is compiled."""
     with TemporaryDirectory(prefix="slipstream-warm-") as folder, Pool(1, Path(folder)) as pool:
         for number, point in enumerate(_one_of_each_shape(study)):
-            data = _random_tokens(Path(folder) / f"data-{number}", point.config)
-            pool.start(
-                replace(point, config=_two_updates(point.config, data)), Path(folder) / f"run-{number}"
-            )
+            short = rehearsal(point.config, Path(folder) / f"data-{number}")
+            pool.start(replace(point, config=short), Path(folder) / f"run-{number}")
             while not (ended := pool.wait(POLL_SECONDS)):
                 pass
             ((_, report),) = ended
@@ -48,23 +42,3 @@ def _one_of_each_shape(study: Study) -> list[Point]:
         if point.config.train.compile and all(shape != known for known, _ in found):
             found.append((shape, point))
     return [point for _, point in found]
-
-
-def _two_updates(config: Config, data: Path) -> Config:
-    train = config.train.model_copy(update={"steps": 2, "eval_every": 1, "eval_batches": 1})
-    optim = config.optim.model_copy(update={"warmup": 0.0, "sync_start": 0.0, "sync_finish": 0.0})
-    stored = config.data.model_copy(update={"path": str(data)})
-    return config.model_copy(update={"train": train, "optim": optim, "data": stored})
-
-
-def _random_tokens(folder: Path, config: Config) -> Path:
-    """Shards that hold two groups, in the form of any other data."""
-    assert config.model.vocab is not None
-    folder.mkdir()
-    random = np.random.default_rng(0)
-    count = 2 * config.tokens_per_step + 1
-    for split in ("train", "val"):
-        tokens = random.integers(0, config.model.vocab, count).astype(token_dtype(config.model.vocab))
-        write_shard(folder / f"{split}_000.bin", tokens)
-    (folder / "meta.json").write_text(json.dumps({"vocab": config.model.vocab, "end_of_document": 0}))
-    return folder
