@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from slipstream.distributed.affinity import pin
 from slipstream.distributed.device_group import SHARED, STAGED, can_share, register_backends
 from slipstream.errors import UserError
 
@@ -73,8 +74,8 @@ def initialise(
                 "No process group: start this under torchrun, or through slipstream's own launcher."
             )
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-        _choose_device(local_rank)
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        _settle(local_rank, local_size)
         met, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         # A restarted attempt meets at the same store: without a name of its own it would find the addresses of
         # the attempt that died.
@@ -85,7 +86,7 @@ def initialise(
         world = World(rank, size, local_rank, store)
     else:
         assert port is not None
-        _choose_device(rank)
+        _settle(rank, size)
         if listener is None:
             server = dist.TCPStore("127.0.0.1", port, is_master=False)
         else:
@@ -121,9 +122,12 @@ def device_for(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def _choose_device(local_rank: int) -> None:
+def _settle(local_rank: int, local_size: int) -> None:
+    """Take this rank's own device: a GPU, or cores."""
     if torch.cuda.is_available():
         torch.cuda.set_device(device_for(local_rank))
+    else:
+        pin(local_rank, local_size)
 
 
 def _backend(rank: int, size: int, local_size: int, store: dist.Store) -> str:

@@ -1,9 +1,10 @@
 """The peers of a rank in a pipeline x data mesh: reductions, tied weights, the global norm, sharded banks.
 
-The norm: each stage fills its own slots of one float64 vector (zeros elsewhere), so that the all-reduce adds only
-zeros and is exact; every rank then sums the same slots. It travels through a gloo group on the host, where a wait
-for other stages holds no device. With a sharded optimizer (ZeRO-1) each data rank owns whole parameters: gradients
-are reduced to the owner, and a bank is completed by broadcasts from the owners in the bank's dtype.
+The norm: each stage fills its own slots of one float64 vector (zeros elsewhere), so that the sum over ranks adds
+only zeros and is exact; every rank then sums the same slots. It travels between host processes (`board.py` on one
+machine, gloo between several), where a wait for other stages holds no device. With a sharded optimizer (ZeRO-1)
+each data rank owns whole parameters: gradients are reduced to the owner, and a bank is completed by broadcasts from
+the owners in the bank's dtype.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.errors import UserError
+from slipstream.pipeline.board import meet
 from slipstream.pipeline.peers import Gradients, Heard, Steps, Tally, Wait, sum_present, to_host
 from slipstream.torch_private import copy_, mul_
 
@@ -59,6 +61,7 @@ class Mesh:
         self._degree = len(self.layout.data_ranks)
         self._presharded = presharded  # FSDP2: gradients arrive reduced, and in shards
         self._control = _control_group(group, data_group, timeout)
+        self._board = meet(self._control, _numbers(self.layout), timeout_seconds)
         self._tie_groups = {
             name: _tie_group(self.layout, name, timeout)
             for name, stages_holding in sorted(self.layout.holders.items())
@@ -118,18 +121,23 @@ class Mesh:
         mine = yield from to_host(squares)
         stages = len(self.layout.slots)
         count, offset = sum(self.layout.slots), sum(self.layout.slots[: self.layout.stage])
-        vector = torch.zeros(count + 1 + 2 * stages, dtype=torch.float64)
+        vector = torch.zeros(_numbers(self.layout), dtype=torch.float64)
         vector[offset : offset + len(mine)] = torch.tensor(mine, dtype=torch.float64)
         vector[count] = float(tally.stop)
         if self.layout.data_rank == 0:
             vector[count + 1 + self.layout.stage] = tally.work_seconds
             vector[count + 1 + stages + self.layout.stage] = tally.link_seconds
-        work = dist.all_reduce(vector, group=self._control, async_op=True)
-        assert work is not None
-        yield work
+        yield self._sum_over_ranks(vector)
         numbers = vector.tolist()
         rest = numbers[count + 1 :]
         return Heard(numbers[:count], numbers[count] > 0, rest[:stages], rest[stages:])
+
+    def _sum_over_ranks(self, vector: Tensor) -> Wait:
+        if self._board is not None:
+            return self._board.all_reduce(vector)
+        work = dist.all_reduce(vector, group=self._control, async_op=True)
+        assert work is not None
+        return work
 
     def gather(self, weights: Sequence[Tensor]) -> Steps:
         if not self._sharded or self._degree == 1:
@@ -158,6 +166,11 @@ class Mesh:
                 first.copy_(value)
             for index in indices[1:]:
                 weights[index].copy_(first)
+
+
+def _numbers(layout: Layout) -> int:
+    """The length of what a rank tells in an update: squared norms, a wish to stop, two times of each stage."""
+    return sum(layout.slots) + 1 + 2 * len(layout.slots)
 
 
 def _discover(

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from slipstream.errors import StageError, UserError
 from slipstream.optim.corrections import Correction, build_correction
 from slipstream.pipeline import state as states
+from slipstream.pipeline.board import PeerLost
 from slipstream.pipeline.checks import (
     as_message,
     check_arguments,
@@ -43,7 +44,7 @@ from slipstream.pipeline.sharding import collapse, materialised
 from slipstream.pipeline.torch_stage import read_stage
 from slipstream.pipeline.trace import Trace
 from slipstream.pipeline.transport import Spec, spec_of
-from slipstream.pipeline.update import PeerLost, Updater, check_covers
+from slipstream.pipeline.update import Updater, check_covers
 from slipstream.pipeline.versions import Prepare, Replica, Versions, refuse_changing_buffers, split_shared
 from slipstream.schedule.actions import Kind
 from slipstream.schedule.asynchronous import warm_up_2bw

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from slipstream.errors import StageError, UserError
+from slipstream.errors import UserError
 from slipstream.optim.corrections import Correction
+from slipstream.pipeline.board import PeerLost
 from slipstream.pipeline.peers import Gradients, Heard, Peers, Tally, Wait
 from slipstream.pipeline.versions import Target, Versions
 from slipstream.torch_private import copy_, mark_stepped, mul_, norms
@@ -251,10 +252,6 @@ class Updater:
                 elif key in now and key not in self._own_keys:
                     entry[key] = now[key]
         return rest if first is None else chain([first], rest)
-
-
-class PeerLost(StageError):
-    """A collective of an update failed: some rank is gone, and the collective does not know which."""
 
 
 class _Transaction:

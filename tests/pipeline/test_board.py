@@ -1,0 +1,44 @@
+"""The board: the same sums on every rank, in order, and a rank that is gone is named."""
+
+import pytest
+
+from slipstream.distributed.affinity import share
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_rank_hears_the_same_exact_sum_of_every_round(pool, ranks):
+    results = pool.run("pipeline.board_jobs:two_rounds_at_a_time", ranks=ranks)
+    assert all(result == results[0] for result in results)
+    for number, total in enumerate(results[0]):
+        assert total == [rank + 10.0 * number for rank in range(ranks)]
+
+
+def test_a_round_is_not_complete_before_the_last_rank_has_told(pool):
+    early, _ = pool.run("pipeline.board_jobs:one_is_late", ranks=2)
+    assert early == (False, 3.0)
+
+
+def test_a_rank_that_left_is_named(pool):
+    stayed, _ = pool.run("pipeline.board_jobs:one_leaves", ranks=2)
+    assert stayed == "rank 1 closed its connection"
+
+
+def test_a_rank_that_is_silent_is_named(pool):
+    waited, _ = pool.run("pipeline.board_jobs:one_is_silent", ranks=2)
+    assert waited == "rank 1 told nothing within the timeout of 0.5 s"
+
+
+def test_a_vector_too_long_for_a_packet_keeps_gloo(pool):
+    assert pool.run("pipeline.board_jobs:too_long", ranks=2) == [True, True]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_shares_of_the_cores_are_disjoint_and_cover_all(ranks):
+    cores = [0, 1, 2, 3, 4, 5, 6, 9]
+    shares = [share(cores, rank, ranks) for rank in range(ranks)]
+    assert sorted(core for part in shares for core in part) == cores
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_more_ranks_than_cores_share_all_of_them():
+    assert [share([4, 7], rank, 3) for rank in range(3)] == [{4, 7}] * 3
