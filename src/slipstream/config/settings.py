@@ -134,7 +134,9 @@ class TrainSettings(Settings):
     dtype: Literal["float32", "bfloat16", "bfloat16_autocast"] = _field(
         "float32", "float32; bfloat16 banks over a float32 master; float32 weights under bfloat16 autocast"
     )
-    compile: bool = _layout(False, "torch.compile every replica")
+    compile: bool | Literal["layers", "stage"] = _layout(
+        False, "torch.compile every replica: each layer, the whole stage, or (true) what suits its depth"
+    )
     activation_checkpointing: bool = _layout(False, "recompute each layer's activations in the backward")
     z_loss: float = _field(0.0, "weight of the squared log-partition penalty", ge=0)
     timeout_seconds: float = _layout(600.0, "how long a stage waits for another before it names it", gt=0)

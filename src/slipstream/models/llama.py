@@ -46,6 +46,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat((-high, low), dim=-1) * sin).type_as(x)
 
 
+def project(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    """Each of `linears` of x.
+
+    Compiled, they are one product with the matrices stacked: x is read once, the product is wide enough for
+    a GPU, and the backward makes one gradient of x instead of several and their sum. The stack is a copy of
+    the weights, so eager code, whose backward may be meant to see weights change, keeps to the matrices.
+    """
+    if not torch.compiler.is_compiling():
+        return tuple(linear(x) for linear in linears)
+    together = F.linear(x, torch.cat([linear.weight for linear in linears]))
+    return together.split([linear.out_features for linear in linears], dim=-1)
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -61,13 +74,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         b, t, _ = x.shape
-        q = self.q(x).view(b, t, self.heads, self.head_dim)
-        k = self.k(x).view(b, t, self.kv_heads, self.head_dim)
-        v = self.v(x).view(b, t, self.kv_heads, self.head_dim).transpose(1, 2)
+        q, k, v = (part.view(b, t, -1, self.head_dim) for part in project(x, self.q, self.k, self.v))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q = rotate(q.transpose(1, 2), cos, sin)
         k = rotate(k.transpose(1, 2), cos, sin)
+        v = v.transpose(1, 2)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.heads != self.kv_heads
         )
@@ -84,7 +96,8 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.ffn, config.dim, bias=False, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, up = project(x, self.gate, self.up)
+        return self.down(F.silu(gate) * up)
 
 
 class DenseLayer(nn.Module):

@@ -177,9 +177,13 @@ class Emulator:
         """Finish the pending update, so that `master` is the newest weights."""
         self._updater.finish_all()
 
-    def state_dict(self) -> states.State:
+    def capture(self) -> states.State:
+        """The state after the last update, as live tensors: clone or copy them before the next step."""
         self.drain()
-        return states.cloned(states.capture(self._updater))
+        return states.capture(self._updater)
+
+    def state_dict(self) -> states.State:
+        return states.cloned(self.capture())
 
     def load_state_dict(self, state: states.State) -> None:
         self.drain()

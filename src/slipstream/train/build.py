@@ -29,6 +29,8 @@ from slipstream.optim.corrections import Correction, build_correction, synchrono
 from slipstream.optim.lr import schedule as lr_schedule
 from slipstream.train.export import read_config, read_weights
 
+DEEP = 12  # layers of a stage beyond which train.compile=true compiles them one by one
+
 
 def adopt_shape(config: Config) -> Config:
     """With model.init_from the folder's config.json is the shape; a key that contradicts it is refused."""
@@ -173,7 +175,7 @@ def preparation(config: Config) -> Callable[[nn.Module], Any] | None:
         return None
 
     def prepare(module: nn.Module) -> Any:
-        call = torch.compile(module) if train.compile else module
+        call = _compiled(module, train.compile) if train.compile else module
         narrow = all(p.dtype == torch.bfloat16 for p in module.parameters())
         if train.dtype == "float32" or narrow:
             return call
@@ -185,3 +187,15 @@ def preparation(config: Config) -> Callable[[nn.Module], Any] | None:
         return autocast
 
     return prepare
+
+
+def _compiled(module: nn.Module, how: bool | str) -> Any:
+    """Layer by layer one graph serves them all, so compiling takes seconds at any depth; as one graph a residual
+    is added where the next norm reads it and the host has less to do, which counts in small models."""
+    assert isinstance(module, Stage)
+    if how == "stage" or (how is True and len(module.layers) <= DEEP):
+        return torch.compile(module)
+    for part in (*module.layers.values(), module.norm):
+        if part is not None:
+            part.compile()
+    return module

@@ -21,7 +21,6 @@ from slipstream.pipeline.emulator import Emulator
 from slipstream.schedule.timeline import Span
 from slipstream.train import build
 from slipstream.train.batches import Batch
-from slipstream.train.state import snapshot
 
 AfterUpdate = Callable[[int], None]
 
@@ -62,7 +61,7 @@ class Engine(Protocol):
         ...
 
     def capture(self) -> dict[str, Any]:
-        """The state at the boundary just reached, copied to the host."""
+        """The state at the boundary just reached: live tensors, good until the next step (`snapshot` to keep)."""
         ...
 
     def load(self, state: dict[str, Any]) -> None: ...
@@ -125,7 +124,7 @@ class Emulated:
         return self._emulator.grad_norms.get(group)
 
     def capture(self) -> dict[str, Any]:
-        return snapshot(self._emulator.state_dict())
+        return self._emulator.capture()
 
     def load(self, state: dict[str, Any]) -> None:
         self._emulator.load_state_dict(state)

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,7 +65,7 @@ class Monitor:
 
 def checksum(tensors: Iterable[Tensor]) -> str:
     """A hash of the bits of the tensors, in order."""
-    digest = hashlib.blake2b(digest_size=8)
+    pairs = []
     for tensor in tensors:
         words = tensor.detach().contiguous().flatten()
         words = words.view(
@@ -72,9 +73,11 @@ def checksum(tensors: Iterable[Tensor]) -> str:
         )
         words = words.to(torch.int64)
         position = torch.arange(1, 2 * words.numel(), 2, device=words.device)
-        sums = torch.stack([words.sum(), (words * position).sum()])
-        digest.update(sums.cpu().numpy().tobytes())
-    return digest.hexdigest()
+        pairs.append(torch.stack([words.sum(), (words * position).sum()]))
+    sums = (
+        torch.stack(pairs).cpu().numpy() if pairs else np.empty(0)
+    )  # one wait for the device, not one a tensor
+    return hashlib.blake2b(sums.tobytes(), digest_size=8).hexdigest()
 
 
 def fingerprint(state: Mapping[str, Any], tied: Iterable[str]) -> dict[str, str]:

@@ -18,7 +18,6 @@ from slipstream.schedule.timeline import Span
 from slipstream.train import build
 from slipstream.train.batches import Batch
 from slipstream.train.engine import AfterUpdate, share_embedding
-from slipstream.train.state import snapshot
 
 
 class Pipelined:
@@ -87,7 +86,7 @@ class Pipelined:
         return self._schedule.grad_norms.get(group)
 
     def capture(self) -> dict[str, Any]:
-        return snapshot(self._schedule.capture())
+        return self._schedule.capture()
 
     def load(self, state: dict[str, Any]) -> None:
         self._schedule.load_state_dict(state)

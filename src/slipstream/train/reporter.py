@@ -2,8 +2,8 @@
 
 The loss is known on the last stage, the norm on every stage, each at its own time. Every rank keeps the
 steps it has submitted until both are there and then reports them in order: the leader into events.jsonl and
-onto the terminal, the others into logs/rank-K.log. Losses stay on the device until `log_every` of them are
-fetched at once.
+onto the terminal, the others into logs/rank-K.log. A loss is on its way from the device as soon as it is
+submitted and is posted when it has arrived.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from slipstream.metrics.record import Recorder
 from slipstream.metrics.throughput import Clock, Meter
 from slipstream.train.board import KEPT_STEPS, Board
 from slipstream.train.engine import Engine
+from slipstream.train.fetch import Fetch
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Reporter:
         self._meter, self._recorder, self._show, self._observe = meter, recorder, show, observe
         self._log = log.open("a", encoding="utf-8") if log is not None else None
         self._pending: deque[Pending] = deque()
-        self._losses: deque[tuple[int, Tensor]] = deque()
+        self._losses: deque[tuple[int, Fetch]] = deque()
         self._stages: list[dict[str, Any]] = []
         self._began = time.perf_counter()
         self.busy: tuple[float, ...] = ()
@@ -94,12 +95,11 @@ class Reporter:
         if self._due(step):
             self._post_stage()  # before the loss, so that whoever has the loss has this too
         if losses:
-            self._losses.append((step, torch.stack(losses)))
+            self._losses.append((step, Fetch(losses)))
 
     def poll(self, *, finish: bool = False) -> None:
         """Report what can be reported now; `finish` (after a drain) waits for the rest."""
-        if len(self._losses) >= self._config.train.log_every or (finish and self._losses):
-            self._post_losses()
+        self._post_losses(finish=finish)
         for item in self._pending:
             if item.norm is None:
                 item.norm = self._engine.grad_norm(item.step - 1)
@@ -117,12 +117,11 @@ class Reporter:
         if self._log is not None:
             self._log.close()
 
-    def _post_losses(self) -> None:
-        means = torch.stack([losses for _, losses in self._losses]).double().mean(dim=1).tolist()
-        for (step, _), mean in zip(self._losses, means, strict=True):
-            self._board.post(f"loss/{step}/{self._seat.data_rank}", mean)
+    def _post_losses(self, *, finish: bool) -> None:
+        while self._losses and (finish or self._losses[0][1].ready()):
+            step, loss = self._losses.popleft()
+            self._board.post(f"loss/{step}/{self._seat.data_rank}", loss.value())
             self._board.remove(f"loss/{step - KEPT_STEPS}/{self._seat.data_rank}")
-        self._losses.clear()
 
     def _report(self, item: Pending, loss: float) -> None:
         step, norm = item.step, item.norm

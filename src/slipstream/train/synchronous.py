@@ -43,7 +43,6 @@ from slipstream.train import build
 from slipstream.train.batches import Batch
 from slipstream.train.engine import AfterUpdate
 from slipstream.train.pipelined import mesh_groups
-from slipstream.train.state import snapshot
 
 _TORCH: dict[str, Callable[..., Any]] = {
     "1f1b": Schedule1F1B,
@@ -175,7 +174,7 @@ class Synchronous:
         return self._updater.grad_norms.get(group)
 
     def capture(self) -> dict[str, Any]:
-        return snapshot(states.capture(self._updater)) | {"banks": {}}  # the banks are the master
+        return states.capture(self._updater) | {"banks": {}}  # the banks are the master
 
     def load(self, state: dict[str, Any]) -> None:
         group = state["group"]

@@ -29,6 +29,7 @@ from slipstream.train.board import Board
 from slipstream.train.engine import Engine
 from slipstream.train.evaluate import validate
 from slipstream.train.reporter import Reporter, Seat
+from slipstream.train.state import snapshot
 from slipstream.train.timeline import Tracing
 from slipstream.train.writer import Writer
 
@@ -80,15 +81,9 @@ def train(parts: Parts, step: int, data_offset: int) -> Outcome:
                 engine.request_stop()
             if engine.stopping():
                 break
-            scale = parts.learning_rate(step)
-            for group in engine.optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * scale
             tracing.before(step)
-            batch = loader.get(step + data_offset).to(parts.device)
-            losses = engine.step(batch)
+            submit(parts, step, loader.get(step + data_offset))
             step += 1
-            reporter.submitted(step, engine.optimizer.param_groups[0]["lr"], losses)
-            reporter.poll()
             saver.check_hashes()
             if eval_every and step % eval_every == 0 and step < total:
                 _validate(parts, step)
@@ -103,6 +98,16 @@ def train(parts: Parts, step: int, data_offset: int) -> Outcome:
         loss = _validate(parts, step) if reason == "finished" else None
         parts.writer.finish()
     return Outcome(step, reason, loss)
+
+
+def submit(parts: Parts, step: int, batch: batches.Batch) -> None:
+    """Hand in the group after `step` updates, and report what has arrived of earlier ones."""
+    engine, scale = parts.engine, parts.learning_rate(step)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * scale
+    losses = engine.step(batch.to(parts.device))
+    parts.reporter.submitted(step + 1, engine.optimizer.param_groups[0]["lr"], losses)
+    parts.reporter.poll()
 
 
 def _validate(parts: Parts, step: int) -> float:
@@ -146,7 +151,7 @@ class _Saver:
             return
         self._saved = step
         if self._parts.seat.data_rank == 0 or self._parts.config.pipeline.shard_optimizer:
-            self._parts.writer.submit(step, self._parts.engine.capture(), self._meta)
+            self._parts.writer.submit(step, snapshot(self._parts.engine.capture()), self._meta)
 
     def check_hashes(self, *, finish: bool = False) -> None:
         """The leader compares what all ranks posted, when they have; a difference ends the run by name."""
