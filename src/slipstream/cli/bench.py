@@ -1,4 +1,5 @@
-"""`slipstream bench`: the engine against torch's schedules and the bound; `bench optim`: the optimizers."""
+"""`slipstream bench`: the engine against torch's schedules and the bound; `bench optim`: the optimizers;
+`bench train`: the whole trainer on one device against transformers."""
 
 from __future__ import annotations
 
@@ -86,6 +87,39 @@ def optim(
     from slipstream.bench import optim as optimizer_bench
 
     optimizer_bench.run(as_json=as_json, device=device, preset=preset, rounds=rounds)
+
+
+@app.command()
+def train(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config of our trainer.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Model preset.")] = "smollm2-360m",
+    sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 1024,
+    microbatches: Annotated[int, typer.Option(help="Microbatches per update.")] = 4,
+    rows: Annotated[int, typer.Option(help="Sequences per microbatch.")] = 32,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile our trainer.")] = True,
+    steps: Annotated[int, typer.Option(help="Timed updates.")] = 10,
+    warmup: Annotated[int, typer.Option(help="Updates before them.")] = 3,
+    contenders: Annotated[
+        str, typer.Option(help="Any of ours,ours_sync,hf_compiled,hf_eager.")
+    ] = "ours,ours_sync,hf_compiled,hf_eager",
+    timeout: Annotated[float, typer.Option(help="Seconds a contender may take.")] = 300.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Tokens/s and MFU of the whole trainer on one device, with delay and without, beside transformers."""
+    from slipstream.bench.train import Setting, run
+    from slipstream.bench.train_report import print_table
+
+    if device not in ("cuda", "cpu"):
+        raise UserError(f"--device is cuda or cpu, not '{device}'.")
+    setting = Setting(
+        model, sequence, microbatches, rows, device, compiled, steps, warmup, tuple(overrides or ())
+    )
+    with Console(stderr=True, highlight=False).status("starting") as status:
+        result = run(setting, [name for name in contenders.split(",") if name], timeout, status.update)
+    print(json.dumps(result)) if as_json else print_table(Console(highlight=False), result)
 
 
 def _counts(text: str) -> list[int]:

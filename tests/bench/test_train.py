@@ -1,0 +1,110 @@
+"""`slipstream bench train` at toy size: every contender runs, the numbers agree, mistakes are told."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from rich.console import Console
+
+from slipstream.bench import train, train_ours, train_transformers
+from slipstream.bench.train import CONTENDERS, Setting
+from slipstream.bench.train_report import print_table
+from slipstream.cli import main
+from slipstream.errors import UserError
+
+TOY = Setting("cpu-default", 16, microbatches=2, rows=2, device="cpu", compiled=False, steps=2, warmup=1)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench") / "data"
+    train.write_tokens(folder, TOY)
+    return folder
+
+
+@pytest.mark.parametrize("delayed", [True, False])
+def test_our_trainer_is_the_one_of_a_run(data, tmp_path, delayed):
+    found = train_ours.measure(TOY, data, tmp_path, delayed=delayed)
+    assert found.step_seconds > 0
+    assert found.peak_memory_bytes > 0
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3]
+    assert train_ours.config_of(TOY, data, tmp_path, delayed=delayed).optim.correction == (
+        "error_feedback" if delayed else "none"
+    )
+
+
+def test_the_rival_has_the_same_shapes(data, monkeypatch):
+    pytest.importorskip("transformers")
+    made = []
+    build = train_transformers._model
+    monkeypatch.setattr(train_transformers, "_model", lambda *args: made.append(build(*args)) or made[-1])
+    found = train_transformers.measure(TOY, data, compiled=False)
+    assert (found.rows, found.microbatches) == (2, 2)
+    from slipstream.models.sizes import PRESETS, parameters
+
+    assert sum(p.numel() for p in made[0].parameters()) == parameters(PRESETS["cpu-default"])
+
+
+def test_without_transformers_the_message_says_what_to_do(data, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match="--contenders ours,ours_sync"):
+        train_transformers.measure(TOY, data, compiled=False)
+
+
+def test_a_contender_that_fails_does_not_stop_the_others(capsys):
+    arguments = "train pipeline.schedule=2bw --model cpu-default --sequence 16 --microbatches 2 --rows 2"
+    arguments += " --device cpu --no-compile --steps 2 --warmup 1 --contenders ours,hf_eager --json"
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments.split()])
+    assert ended.value.code == 0
+    result = json.loads(capsys.readouterr().out)
+    assert "pipeline.schedule" in result["contenders"]["ours"]["error"]
+    row = result["contenders"]["hf_eager"]
+    assert row["tokens_per_second"] == pytest.approx(2 * 2 * 16 / row["step_seconds"])
+    assert row["mfu"] is None  # no peak is known for a CPU
+    assert result["ours_over_hf_eager"] is None
+
+
+def test_the_table_tells_speeds_ratios_and_errors(capsys):
+    row = {
+        "step_seconds": 0.5,
+        "setup_seconds": 9.0,
+        "peak_memory_bytes": 2**31,
+        "rows": 2,
+        "microbatches": 2,
+    }
+    rows = {"ours": row | {"tokens_per_second": 3000.0, "mfu": 0.45}, "hf_eager": {"error": "no [memory]"}}
+    rows["hf_compiled"] = row | {"tokens_per_second": 2000.0, "mfu": 0.3, "rows": 1}
+    result = vars(TOY) | {"device_name": "X", "torch": "2", "contenders": rows} | train._ratios(rows)
+    print_table(Console(width=200), result)
+    shown = capsys.readouterr().out
+    for words in (
+        "45.0%",
+        "3,000",
+        "1.500 times as fast as transformers",
+        "no [memory]",
+        "microbatches of 1",
+    ):
+        assert words in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--contenders theirs", ",".join(CONTENDERS)),
+        ("--model llama-9000", "Presets"),
+        ("--rows 0", "at least 1"),
+        ("--device tpu", "cuda or cpu"),
+        ("--model moe-94m", "dense"),
+    ],
+)
+def test_mistakes_end_with_2_and_say_what_to_change(capsys, arguments, words):
+    device = "" if "--device" in arguments else "--device cpu"
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "train", *device.split(), *arguments.split()])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
