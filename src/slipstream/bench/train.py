@@ -26,6 +26,7 @@ import torch
 from slipstream.data.shards import token_dtype, write_shard
 from slipstream.errors import UserError
 from slipstream.metrics.throughput import peak_flops
+from slipstream.models.attention import attention_kernel
 from slipstream.models.sizes import PRESETS, flops_per_token
 
 CONTENDERS = {
@@ -173,7 +174,10 @@ def _perform(task: dict[str, Any]) -> dict[str, Any]:
         if contender.startswith("ours"):
             found = train_ours.measure(setting, data, folder, delayed=contender == "ours")
         else:
-            found = train_transformers.measure(setting, data, compiled=contender == "hf_compiled")
+            # The rival gets the attention kernel that our trainer is given.
+            config = train_ours.config_of(setting, data, folder, delayed=True)
+            with attention_kernel(config.train.attention):
+                found = train_transformers.measure(setting, data, compiled=contender == "hf_compiled")
     except UserError as error:
         return {"error": str(error)}
     except torch.OutOfMemoryError as error:
@@ -182,11 +186,11 @@ def _perform(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ratios(rows: dict[str, dict[str, Any]]) -> dict[str, float | None]:
-    """How much faster than `ours` is each other, as the speed of ours over theirs."""
+    """The speed of ours over that of each other."""
 
     def over(other: str) -> float | None:
-        speeds = [rows.get(name, {}).get("tokens_per_second") for name in ("ours", other)]
-        return speeds[0] / speeds[1] if all(speeds) else None
+        ours, theirs = (rows.get(name, {}).get("tokens_per_second") for name in ("ours", other))
+        return ours / theirs if ours and theirs else None
 
     return {f"ours_over_{name}": over(name) for name in CONTENDERS if name != "ours"}
 

@@ -79,6 +79,6 @@ def _model(setting: Setting, device: torch.device) -> nn.Module:
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     described = hugging_face_config(PRESETS[setting.model], setting.sequence, torch.float32)
-    config = LlamaConfig(**described, attn_implementation="sdpa", use_cache=False)
+    config = LlamaConfig(**described | {"attn_implementation": "sdpa", "use_cache": False})
     with device:
         return LlamaForCausalLM(config).train()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.pipeline.peers import Gradients
 from slipstream.pipeline.versions import Replica, local
-from slipstream.torch_private import add_
+from slipstream.torch_private import add_, copy_
 
 
 class Accumulator:
@@ -31,17 +31,21 @@ class Accumulator:
         ]
         if not narrow:
             return
-        sums, terms = [], []
+        sums, terms, firsts, first_terms = [], [], [], []
         for i in narrow:
             grad, replica.parameters[i].grad = replica.parameters[i].grad, None
             if grad is None:
                 continue
+            term = local(grad)
             if (wide := self._wide.get(i)) is None:
-                self._wide[i] = local(grad).to(self._dtypes[i])
+                self._wide[i] = torch.empty_like(term, dtype=self._dtypes[i])
+                firsts.append(self._wide[i])
+                first_terms.append(term)
             else:
                 sums.append(wide)
-                terms.append(local(grad))
+                terms.append(term)
         with torch.no_grad():
+            copy_(firsts, first_terms)
             add_(sums, terms)
 
     def take(self, replica: Replica) -> Gradients:

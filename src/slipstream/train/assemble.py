@@ -15,6 +15,7 @@ from slipstream.distributed import World
 from slipstream.metrics.progress import Show
 from slipstream.metrics.record import Recorder, has_event
 from slipstream.metrics.throughput import Meter, peak_flops
+from slipstream.models.attention import attention_kernel
 from slipstream.models.sizes import ModelConfig, flops_per_token, parameters
 from slipstream.train import build
 from slipstream.train import folder as folders
@@ -55,10 +56,11 @@ def assemble(
     if config.train.dtype != "float32":  # what is left in float32 (the optimizer's) may take TF32
         torch.set_float32_matmul_precision("high")
     train_data, valid_data = build.datasets(config, data)
-    engine = _engine(config, model, world, device)
-    if plan.source is not None:
-        load_into(engine, Path(plan.source), config)
     with ExitStack() as stack:
+        stack.enter_context(attention_kernel(config.train.attention))
+        engine = _engine(config, model, world, device)
+        if plan.source is not None:
+            load_into(engine, Path(plan.source), config)
         recorder, show = None, None
         if seat.leader:
             recorder = _open_records(config, model, plan, data, device, stack)
