@@ -154,16 +154,16 @@ class Updater:
 
     def _squares(self, grads: Gradients) -> Tensor:
         """This rank's slots of the vector of squared norms; zero where another rank counts the parameter."""
-        counted = [i for i, grad in enumerate(grads) if grad is not None and self.peers.counted[i]]
-        present = [grad for i in counted if (grad := grads[i]) is not None]
-        device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        squares = torch.zeros(len(grads), dtype=torch.float64, device=device)
-        if counted:
-            values = torch.stack(norms(present)).to(torch.float64).square_()
-            if len(counted) == len(grads):
-                return values
-            squares[torch.tensor(counted, device=device)] = values
-        return squares
+        counted = [grad is not None and self.peers.counted[i] for i, grad in enumerate(grads)]
+        found = norms(
+            [grad for grad, counts in zip(grads, counted, strict=True) if counts and grad is not None]
+        )
+        if not found:
+            device = self.parameters[0].device if self.parameters else torch.device("cpu")
+            return torch.zeros(len(grads), dtype=torch.float64, device=device)
+        # Slots are filled by stacking: an index made on the host would wait for the device.
+        left, zero = iter(found), torch.zeros_like(found[0])
+        return torch.stack([next(left) if counts else zero for counts in counted]).to(torch.float64).square_()
 
     def _step_and_publish(self, group: int, grads: Gradients, norm: float) -> Iterator[Wait]:
         finite = math.isfinite(norm)

@@ -1,0 +1,67 @@
+"""How replicas are compiled: by layer or as one, one compilation for all of them, the same numbers."""
+
+from __future__ import annotations
+
+import copy
+from functools import partialmethod
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.models.loss import TokenLoss
+from slipstream.models.sizes import ModelConfig
+from slipstream.models.stages import build_model
+from slipstream.train import build
+
+SHAPE = ModelConfig(vocab=32, dim=16, layers=3, heads=4, kv_heads=2, ffn=32)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Every graph that torch.compile captures; each runs as it was captured."""
+    torch.compiler.reset()
+    found = []
+
+    def backend(graph, _):
+        found.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
+    whole = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: whole(function, **{"backend": backend} | options)
+    )
+    yield found
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(("how", "count"), [("layers", 2), ("stage", 1), (True, 1)])
+def test_replicas_and_layers_share_their_compilations(graphs, how, count):
+    plain = build_model(SHAPE, 0)
+    tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(0))
+    TokenLoss()(plain(tokens), tokens).backward()
+    for _ in range(2):
+        replica = copy.deepcopy(plain)
+        replica.zero_grad()
+        TokenLoss()(build._compiled(replica, how)(tokens), tokens).backward()
+        for (name, a), b in zip(plain.named_parameters(), replica.parameters(), strict=True):
+            assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6), name
+    assert len(graphs) == count  # by layer: one for the layers and one for the last norm
+
+
+def test_deep_stages_are_compiled_by_layer(graphs, monkeypatch):
+    monkeypatch.setattr(build, "DEEP", 2)
+    module = build_model(SHAPE, 0)
+    assert build._compiled(module, True) is module
+    assert isinstance(build._compiled(module, "stage"), torch.nn.Module)
+    module(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
+    assert len(graphs) == 2
+
+
+def test_compiled_projections_are_one_product(graphs):
+    module = build_model(SHAPE, 0)
+    build._compiled(module, "stage")(torch.zeros(1, 4, dtype=torch.int64))
+    products = [node for node in graphs[0].graph.nodes if "linear" in str(node.target)]
+    # per layer q+k+v, o, gate+up, down; and the head
+    assert len(products) == 4 * SHAPE.layers + 1
