@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 from rich.console import Console
 
 from slipstream.bench import train, train_ours, train_transformers
@@ -35,6 +37,29 @@ def test_our_trainer_is_the_one_of_a_run(data, tmp_path, delayed):
     assert train_ours.config_of(TOY, data, tmp_path, delayed=delayed).optim.correction == (
         "error_feedback" if delayed else "none"
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["bfloat16", "bfloat16_autocast"])
+def test_a_step_with_delay_never_waits_for_all_that_is_queued(data, tmp_path, monkeypatch, dtype):
+    """Only events are waited for: a copy or a number that needs an empty queue is an error here."""
+
+    def watched(step, settle, setting, began):
+        for index in range(3):
+            step(index)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for index in range(3, 6):
+                step(index)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        settle()
+        return 1.0, 1.0
+
+    monkeypatch.setattr(train_ours, "timed", watched)
+    setting = replace(TOY, device="cuda", steps=5, overrides=(f"train.dtype={dtype}",))
+    train_ours.measure(setting, data, tmp_path, delayed=True)
 
 
 def test_the_rival_has_the_same_shapes(data, monkeypatch):
