@@ -1,4 +1,4 @@
-"""The two ideas of the search, against their equations."""
+"""The ideas of the search, against their equations."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from slipstream.errors import UserError
 from slipstream.optim import build, build_correction
 from slipstream.optim.adaptive import AdaptiveErrorFeedback, SplitErrorFeedback
+from slipstream.optim.innovation import InnovationFeedback
 from slipstream.pipeline.emulator import Emulator
 
 ADAPTIVE = "slipstream.optim.adaptive:AdaptiveErrorFeedback"
@@ -123,6 +124,32 @@ def test_the_split_looks_ahead_with_matrices_and_less_with_the_rest(lam):
     for parameter, bank, n, o in zip(params, banks, new, old, strict=True):
         factor = 1.0 if parameter.ndim == 2 else lam
         assert torch.allclose(bank, n + factor * (n - o))
+
+
+def test_innovation_publishes_the_step_and_a_share_of_the_last_miss():
+    """b_{g+1} = z_{g+1} + d_{g+1} + κ (z_g - b_{g-1}), from masters and banks that are written down here."""
+    trained = emulator(InnovationFeedback(0.3))
+    masters, banks = [], []
+    for group in range(6):
+        masters.append([p.detach().clone() for p in trained.master.parameters()])
+        versions = trained._versions[0]
+        banks.append([w.clone() for w in versions.replica(group).weights])  # what group reads: b_{group-1}
+        trained.step(*batch(group))
+    for group in range(3, 6):  # group reads b_{group-1}, which update group-2 published
+        new, old, miss = masters[group - 1], masters[group - 2], banks[group - 2]
+        for z, before, read, found in zip(new, old, miss, banks[group], strict=True):
+            assert torch.allclose(found, z + (z - before) + 0.3 * (before - read), atol=1e-14)
+
+
+def test_innovation_without_a_share_is_error_feedback():
+    one, other = emulator(InnovationFeedback(0.0)), emulator("error_feedback")
+    for group in range(6):
+        one.step(*batch(group))
+        other.step(*batch(group))
+    for a, b in zip(one.master.parameters(), other.master.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-14)
+    with pytest.raises(UserError, match="between -1 and 1"):
+        InnovationFeedback(1.0)
 
 
 def test_a_correction_is_found_by_its_place():

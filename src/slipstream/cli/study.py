@@ -15,7 +15,7 @@ from slipstream.errors import UserError
 from slipstream.metrics.report_page import Table as PageTable
 from slipstream.study.parse import load_study
 from slipstream.study.results import collect, losses, of_points, write_export
-from slipstream.study.tables import pipes, tables
+from slipstream.study.tables import Compared, compared_cells, pipes, tables
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -123,6 +123,9 @@ def table(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the files. Default: that of the results.")
     ] = None,
+    penalty: Annotated[
+        Path | None, typer.Option(help="Also put the token penalties into this table of `slipstream plan`.")
+    ] = None,
 ) -> None:
     """Print the tables; write them as Markdown, CSV and one HTML page with the loss curves."""
     from slipstream.study.page import write_tables
@@ -136,6 +139,8 @@ def table(
     folder = out or (first if first.is_dir() else first.parent)
     for path in write_tables(study, expansion, found, folder):
         print(path)
+    if penalty is not None:
+        _refresh(penalty, study.name, compared_cells(study, expansion, found))
 
 
 def _places(named: Sequence[Path] | None, *otherwise: Path) -> list[Path]:
@@ -152,6 +157,21 @@ def _nothing(file: Path, results: Sequence[Path] | None) -> UserError:
     return UserError(
         f"No run of '{file}' has ended in {places}. Run it first, or name its folder with --results."
     )
+
+
+def _refresh(path: Path, name: str, rows: Compared) -> None:
+    from slipstream.plan.penalty import write_penalties
+    from slipstream.study.measured import entries
+
+    measured = entries(name, *rows)
+    if not measured:
+        raise UserError(
+            f"No row of '{name}' is one that `slipstream plan` could be asked for; {path} is as it was."
+        )
+    replaced = write_penalties(path, measured)
+    print(f"{path}  {len(measured)} entries written, {len(replaced)} replaced")
+    for entry in measured:
+        print(f"  {entry.optimizer}, {entry.correction}: {entry.penalty:.3f}")
 
 
 def _print(found: Sequence[PageTable]) -> None:

@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from math import log
 from pathlib import Path
 
 from slipstream.errors import UserError
+
+_ABOUT = (
+    "Token penalty of one update of delay: how many times the tokens of synchronous training are needed to reach its "
+    "loss. Entries are matched by optimizer and correction, then by the nearest batch and model."
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,39 @@ def load_penalties(path: str | Path | None = None) -> tuple[Penalty, ...]:
             f"The penalty table {path} is not in the expected form ({error}). It needs "
             '{"entries": [{"optimizer", "correction", "batch_tokens", "parameters", "penalty", "source"}]}.'
         ) from None
+
+
+def write_penalties(path: Path, measured: Sequence[Penalty]) -> list[Penalty]:
+    """Put `measured` at the head of the table at `path` (made if there is none); the entries they replace.
+
+    An entry is replaced by one for the same optimizer, correction, batch and model, to 5 % in size.
+    """
+    table = {"about": _ABOUT, "entries": []}
+    if path.exists():
+        load_penalties(path)  # refuses what is no table
+        table = json.loads(path.read_text(encoding="utf-8"))
+    held = [Penalty(**entry) for entry in table["entries"]]
+    replaced = [entry for entry in held if any(_same_place(entry, new) for new in measured)]
+    entries = [*measured, *(entry for entry in held if entry not in replaced)]
+    lines = [_entry_text(entry) for entry in entries]
+    head = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in table.items() if key != "entries"]
+    text = "\n".join(["{", *head, '  "entries": [', ",\n".join(lines), "  ]", "}", ""])
+    path.write_text(text, encoding="utf-8")
+    return replaced
+
+
+def _same_place(one: Penalty, other: Penalty) -> bool:
+    sizes = ((one.batch_tokens, other.batch_tokens), (one.parameters, other.parameters))
+    return (one.optimizer, one.correction) == (other.optimizer, other.correction) and all(
+        abs(log(a / b)) < log(1.05) for a, b in sizes
+    )
+
+
+def _entry_text(entry: Penalty) -> str:
+    """Figures on one line, their source on the next."""
+    values = {key: value for key, value in asdict(entry).items() if value is not None and key != "source"}
+    figures = ", ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())
+    return f'    {{{figures},\n     "source": {json.dumps(entry.source, ensure_ascii=False)}}}'
 
 
 def find_penalty(

@@ -12,6 +12,7 @@ A study's [table] tells which axis is which:
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -119,6 +120,28 @@ def compared(cells: Sequence[Cell], layout: Layout) -> list[Cell]:
         by_place.setdefault((cell.group, cell.mode), []).append(cell)
     chosen = {place: _best(found) for place, found in by_place.items()}
     return [_compare(cell, chosen, layout) for cell in chosen.values()]
+
+
+def slope_by_length(reference: Cell, cheaper: Sequence[Cell]) -> float | None:
+    """How far the final synchronous loss falls per e-fold of tokens, from a grid of shorter runs to whole ones.
+
+    Taken on the seeds both have; None where there is no shorter run of this group, or no fall.
+    """
+    shorter = [
+        cell
+        for cell in cheaper
+        if cell.mode == reference.mode and _without(cell.group, TUNING) == reference.group and cell.results
+    ]
+    falls = []
+    if shorter:
+        best = _best(shorter)
+        for seed, run in best.results.items():
+            whole_run = reference.results.get(seed)
+            if whole_run is not None and run.tokens < whole_run.tokens:
+                fall = best.losses[seed] - reference.losses[seed]
+                falls.append(fall / math.log(whole_run.tokens / run.tokens))
+    slope = statistics.fmean(falls) if falls else 0.0
+    return slope if slope > 0 else None
 
 
 def _best(cells: Sequence[Cell]) -> Cell:

@@ -7,18 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slipstream.metrics.report_page import Chart, Part, Section, Series, Table, Text, page
-from slipstream.study.cells import Cell, Layout, all_cells, compared, layout_of, whole
+from slipstream.study.cells import Cell, Layout
 from slipstream.study.results import Curve, Result
 from slipstream.study.sweep import Expansion, Study
-from slipstream.study.tables import as_csv, markdown, runs_table, table_csv, tables
+from slipstream.study.tables import as_csv, compared_cells, markdown, runs_table, table_csv, tables
 
 
 def write_tables(study: Study, expansion: Expansion, results: Mapping[str, Result], out: Path) -> list[Path]:
     """NAME.md, NAME.csv, NAME-runs.csv and NAME.html in `out`."""
-    layout = layout_of(study)
+    rows, layout = compared_cells(study, expansion, results)
     found = tables(study, expansion, results)
     runs = runs_table(expansion.points, results)
-    rows = compared(whole(all_cells(expansion.points, results, layout)), layout)
     notes = _notes(expansion, results)
     texts = {
         f"{study.name}.md": markdown(study, found, notes),

@@ -74,6 +74,15 @@ def mean_penalty(penalties: Sequence[Penalty]) -> tuple[Estimate, bool] | None:
     return Estimate(math.exp(logs.value), around, logs.n), any(p.extrapolated for p in penalties)
 
 
+def penalty_of_gap(gap: Estimate, slope: float) -> Estimate:
+    """exp(gap / slope): the tokens that make up for a gap where loss falls by `slope` per e-fold of tokens."""
+    around = None
+    if gap.interval is not None:
+        low, high = gap.interval
+        around = (math.exp(low / slope), math.exp(high / slope))
+    return Estimate(math.exp(gap.value / slope), around, gap.n)
+
+
 @dataclass(frozen=True)
 class Speedup:
     """2BW against the fastest synchronous schedule, simulated with backward = 2 forward and free links."""

@@ -11,8 +11,8 @@ import io
 from collections.abc import Mapping, Sequence
 
 from slipstream.metrics.report_page import Table
-from slipstream.study.cells import Cell, Layout, all_cells, compared, layout_of, whole
-from slipstream.study.penalty import net_gain, speedup
+from slipstream.study.cells import Cell, Layout, all_cells, compared, layout_of, slope_by_length, whole
+from slipstream.study.penalty import net_gain, penalty_of_gap, speedup
 from slipstream.study.results import Result
 from slipstream.study.statistics import Estimate
 from slipstream.study.sweep import Expansion, Point, Study
@@ -22,13 +22,27 @@ MICROBATCHES = (1, 2, 3)  # per stage
 NONE = "–"
 
 
+Compared = tuple[list[Cell], Layout]
+
+
+def compared_cells(study: Study, expansion: Expansion, results: Mapping[str, Result]) -> Compared:
+    """The rows of the loss table, and what the study calls its axes."""
+    layout = layout_of(study)
+    return compared(whole(all_cells(expansion.points, results, layout)), layout), layout
+
+
 def tables(study: Study, expansion: Expansion, results: Mapping[str, Result]) -> list[Table]:
     """Everything a study says, in the order a reader wants it."""
     layout = layout_of(study)
     cells = all_cells(expansion.points, results, layout)
     rows = compared(whole(cells), layout)
     cheaper = [cell for cell in cells if cell.tuning]
-    found = [loss_table(rows, layout), *gain_table(rows, layout), *grid_tables(cheaper or cells, layout)]
+    found = [
+        loss_table(rows, layout),
+        *gain_table(rows, layout),
+        *shorter_table(rows, cheaper, layout),
+        *grid_tables(cheaper or cells, layout),
+    ]
     return [table for table in found if table.rows]
 
 
@@ -97,6 +111,32 @@ def gain_table(cells: Sequence[Cell], layout: Layout) -> list[Table]:
         "finish run at the speed of 1F1B. Above 1, asynchrony pays."
     )
     return [Table(header, body, title="Net gain (simulated)", note=note)]
+
+
+def shorter_table(rows: Sequence[Cell], cheaper: Sequence[Cell], layout: Layout) -> list[Table]:
+    """What gaps are worth by the losses of shorter synchronous runs, where a grid was tuned on such runs."""
+    references = {cell.group: cell for cell in rows if cell.mode == layout.reference}
+    slopes = {group: slope_by_length(cell, cheaper) for group, cell in references.items()}
+    axes = _axes(rows)
+    body = []
+    for cell in rows:
+        slope = slopes.get(cell.group)
+        if slope is None or cell.gap is None:
+            continue
+        labels = dict(cell.group)
+        worth = penalty_of_gap(cell.gap, slope)
+        body.append(
+            [*(labels.get(axis, NONE) for axis in axes), cell.mode, f"{slope:.4f}", _estimate(worth, ".3f")]
+        )
+    if not body:
+        return []
+    note = (
+        "The other reading of the token penalty: how much longer to train to make up for the gap. Slope: how far the "
+        "final synchronous loss falls per e-fold of tokens between the best run of the shorter grid and the whole run "
+        "of the same seed, each with its own schedule. Penalty = exp(gap / slope); its interval is the gap's alone."
+    )
+    header = [*axes, layout.mode, "slope", "token penalty by length"]
+    return [Table(header, body, title="Token penalty by length", note=note)]
 
 
 def grid_tables(cells: Sequence[Cell], layout: Layout) -> list[Table]:

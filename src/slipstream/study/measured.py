@@ -1,0 +1,88 @@
+"""From a study's cells to entries of the planner's penalty table, each with where its number comes from.
+
+Only what the planner can be asked for becomes an entry: one update of delay, no correction or error feedback at its
+own strength, with or without a synchronous start, and all else as in the synchronous runs it is compared to (the
+learning rate may have been tuned for itself). Invariant: a number without synchronous runs beside it is never written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slipstream.plan.penalty import Penalty
+from slipstream.study.cells import Cell, Layout
+from slipstream.study.results import Result
+
+_MAY_DIFFER = {
+    "pipeline.delay",
+    "optim.correction",
+    "optim.correction_lambda",
+    "optim.sync_start",
+    "optim.lr",
+}
+_WRITTEN = ("none", "error_feedback")
+
+
+def entries(study: str, cells: Sequence[Cell], layout: Layout) -> list[Penalty]:
+    """One entry for each compared cell that the planner has a name for."""
+    references = {cell.group: cell for cell in cells if cell.mode == layout.reference and cell.results}
+    found = []
+    for cell in cells:
+        if cell.penalty is None or cell.group not in references:
+            continue
+        result = next(iter(cell.results.values()))
+        named = _name(result, next(iter(references[cell.group].results.values())))
+        if named is not None:
+            found.append(
+                Penalty(
+                    optimizer=result.key("optim.name"),
+                    correction=named,
+                    penalty=round(max(1.0, cell.penalty.value), 4),
+                    batch_tokens=round(result.tokens / result.steps),
+                    parameters=result.parameters,
+                    source=_source(study, cell, layout, result),
+                    gap=None if cell.gap is None else round(cell.gap.value, 4),
+                )
+            )
+    return found
+
+
+def _name(result: Result, reference: Result) -> str | None:
+    """The planner's word for what was done about delay; None where it has none."""
+    correction, strength = result.key("optim.correction"), result.key("optim.correction_lambda", 1.0)
+    if correction not in _WRITTEN or strength != 1.0 or result.key("pipeline.delay") != 1:
+        return None
+    if _kept(result.settings) != _kept(reference.settings):
+        return None
+    if not result.key("optim.sync_start"):
+        return correction
+    return f"{correction}+sync_start" if correction == "error_feedback" else None
+
+
+def _kept(settings: Mapping[str, Any]) -> dict[str, Any]:
+    sections = ("model.", "data.", "pipeline.", "optim.")
+    kept = {key: value for key, value in settings.items() if key.startswith(sections)}
+    return {key: value for key, value in kept.items() if key not in _MAY_DIFFER}
+
+
+def _source(study: str, cell: Cell, layout: Layout, result: Result) -> str:
+    assert cell.penalty is not None
+    seeds = cell.penalty.n
+    text = f"study {study}: {seeds} paired seed{'s' if seeds != 1 else ''}"
+    if cell.penalty.interval is not None:
+        low, high = cell.penalty.interval
+        text += f", 95 % interval [{low:.3f}, {high:.3f}]"
+    text += (
+        f"; {result.parameters / 1e6:.1f}M parameters, {result.tokens / result.parameters:.1f} tokens per parameter, "
+        f"lr {result.key('optim.lr', 'default')}"
+    )
+    if start := result.key("optim.sync_start"):
+        text += (
+            f", synchronous start of {100 * start:g} %" if start < 1 else f", synchronous start of {start:g}"
+        )
+    curve = f"final losses by {layout.length}" if layout.length else "the synchronous run's own curve"
+    text += f"; read off {curve}" + (", extrapolated" if cell.extrapolated else "")
+    if cell.penalty.value < 1:
+        text += f"; measured {cell.penalty.value:.3f}, taken as 1"
+    return f"{text}; runs {', '.join(one.digest for one in cell.results.values())}"
