@@ -5,13 +5,12 @@
 measured, not computed: all ranks run together, so they share caches and memory bandwidth as a pipeline would,
 and each stage keeps as many microbatches between forward and backward as it does in the pipeline (P-1-s, one of
 the reasons why a stage is slower than a loop of F, B, F, B). Inputs and gradients are local tensors. The update is
-ours too: a norm (the rank's own), the check that it is finite, clipping where asked for, the step, and the copy
-into the bank that nobody reads any more.
+ours too: a norm (the rank's own), clipping where asked for, the step, and the copy into the bank that nobody reads any
+more. Whether the norms were finite is looked at when the device is done.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from copy import deepcopy
 from typing import NamedTuple
@@ -19,7 +18,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slipstream.bench.work import Work, build_module, build_optimizer, group_input, group_target, loss_fn
+from slipstream.bench.stopwatch import Stopwatch
+from slipstream.bench.work import (
+    Work,
+    build_module,
+    build_optimizer,
+    group_input,
+    group_target,
+    loss_of,
+    prepare,
+)
 from slipstream.torch_private import copy_
 
 
@@ -36,17 +44,27 @@ class BoundRun:
     """One rank of the bound: `step` hands in one group, whose last backwards may run in a later call."""
 
     def __init__(self, work: Work, rank: int) -> None:
-        self.master = build_module(work, rank, work.stages)
+        device = work.device_of(rank)
+        self.is_first, self.is_last = rank == 0, rank == work.stages - 1
+        self.master = build_module(work, rank, work.stages, device=device)
         self.banks = [deepcopy(self.master), deepcopy(self.master)]
+        if (prepared := prepare(work)) is not None:
+            for bank in self.banks:
+                prepared(bank)
         self.optimizer = build_optimizer(self.master)
-        self.inputs = group_input(work).chunk(work.microbatches)
-        self.targets = group_target(work).chunk(work.microbatches)
+        self.inputs = group_input(work, self.is_first, device).chunk(work.microbatches)
+        self.targets = group_target(work, self.is_last, device).chunk(work.microbatches)
+        self.loss = loss_of(work)
         self.work = work
         self.warm_up = work.stages - 1 - rank
-        self.is_first, self.is_last = rank == 0, rank == work.stages - 1
         self.flight: deque[_InFlight] = deque()
-        self.ends: list[float] = []
+        self.norms: list[Tensor] = []
+        self.watch = Stopwatch(device)
         self.losses: list[Tensor] = []
+
+    @property
+    def ends(self) -> list[float]:
+        return self.watch.moments
 
     def step(self) -> None:
         bank = self.banks[0]
@@ -60,13 +78,16 @@ class BoundRun:
     def drain(self) -> None:
         while self.flight:
             self._backward()
+        self.watch.read()
+        assert all(torch.isfinite(norm) for norm in self.norms), "the bench's own work diverged"
+        self.norms.clear()
 
     def _forward(self, bank: nn.Module, index: int) -> None:
         value, target = self.inputs[index], self.targets[index]
-        output = bank(value.detach().requires_grad_(not self.is_first))
+        output = bank(value if self.is_first else value.detach().requires_grad_())
         gradient: Tensor | None = target  # costs what the next stage's gradient would cost
         if self.is_last:
-            loss = loss_fn(output, target)
+            loss = self.loss(output, target)
             self.losses.append(loss.detach())
             output, gradient = loss / self.work.microbatches, None
         self.flight.append(_InFlight(bank, output, gradient, index + 1 == self.work.microbatches))
@@ -76,14 +97,14 @@ class BoundRun:
         output.backward(gradient)
         if ends_group:
             self._update(bank)
-            self.ends.append(time.perf_counter())
+            self.watch.mark()
 
     def _update(self, bank: nn.Module) -> None:
         read, newest = list(bank.parameters()), list(self.master.parameters())
         for source, parameter in zip(read, newest, strict=True):
             parameter.grad, source.grad = source.grad, None
         norm = nn.utils.get_total_norm([p.grad for p in newest if p.grad is not None])
-        assert torch.isfinite(norm), "the bench's own work diverged"
+        self.norms.append(norm)
         if self.work.max_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(newest, self.work.max_grad_norm, norm)
         self.optimizer.step()

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from slipstream.bench.work import Work, build_module, build_optimizer, group_input, group_target, loss_fn
+from slipstream.bench.work import (
+    Work,
+    build_module,
+    build_optimizer,
+    group_input,
+    group_target,
+    loss_of,
+    prepare,
+)
 from slipstream.pipeline.runtime import Schedule2BW
 from slipstream.schedule.actions import Kind
 
@@ -15,24 +22,27 @@ class EngineRun:
     """One rank of `Schedule2BW`: `step` hands in one group, whose last backwards may run in a later call."""
 
     def __init__(self, work: Work, rank: int) -> None:
-        stage = PipelineStage(build_module(work, rank, work.stages), rank, work.stages, torch.device("cpu"))
+        device = work.device_of(rank)
+        module = build_module(work, rank, work.stages, device=device)
+        stage = PipelineStage(module, rank, work.stages, device)
         self.schedule = Schedule2BW(
             stage,
             n_microbatches=work.microbatches,
-            loss_fn=loss_fn,
+            loss_fn=loss_of(work),
             optimizer=build_optimizer,
             correction=work.correction,
             max_grad_norm=work.max_grad_norm,
             in_flight=work.in_flight,
+            prepare=prepare(work),
             link_latency=work.link_latency_seconds,
         )
         self.schedule.trace(True)
         self.last_microbatch = work.microbatches - 1
         self.ends: list[float] = []
         self.losses: list[Tensor] = []
-        self.inputs = (group_input(work),) if rank == 0 else ()
+        self.inputs = (group_input(work, device=device),) if rank == 0 else ()
         last = rank == work.stages - 1
-        self.target = {"target": group_target(work), "losses": self.losses} if last else {}
+        self.target = {"target": group_target(work, device=device), "losses": self.losses} if last else {}
 
     def step(self) -> None:
         self.schedule.step(*self.inputs, **self.target)

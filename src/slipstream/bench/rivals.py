@@ -7,7 +7,6 @@ all-reduce before the step, which every rank has to wait for.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +16,16 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
-from slipstream.bench.work import Work, build_module, build_optimizer, group_input, group_target, loss_fn
+from slipstream.bench.stopwatch import Stopwatch
+from slipstream.bench.work import (
+    Work,
+    build_module,
+    build_optimizer,
+    group_input,
+    group_target,
+    loss_of,
+    prepare,
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,11 @@ class Rival:
     schedule: str
     placement: Callable[[int, int], tuple[int, ...]]  # (rank, P) -> indices of the stages on that rank
     stages_per_rank: int = 2
+
+    def owners(self, stages: int) -> list[int]:
+        """The rank of each part of the model, in order."""
+        placed = {part: rank for rank in range(stages) for part in self.placement(rank, stages)}
+        return [placed[part] for part in sorted(placed)]
 
 
 def _straight(rank: int, stages: int) -> tuple[int, ...]:
@@ -57,23 +70,32 @@ class RivalRun:
     def __init__(self, rival: Rival, work: Work, rank: int) -> None:
         parts = rival.stages_per_rank * work.stages
         placed = rival.placement(rank, work.stages)
-        self.modules = nn.ModuleList(build_module(work, part, parts) for part in placed)
+        owners = rival.owners(work.stages)
+        device = work.device_of(rank)
+        self.modules = nn.ModuleList(build_module(work, part, parts, owners, device) for part in placed)
+        if (prepared := prepare(work)) is not None:
+            for module in self.modules:
+                prepared(module)
         stages = [
-            PipelineStage(module, part, parts, torch.device("cpu"))
+            PipelineStage(module, part, parts, device)
             for module, part in zip(self.modules, placed, strict=True)
         ]
         build = getattr(pipelining, rival.schedule)
         self.schedule = build(
             stages if rival.stages_per_rank > 1 else stages[0],
             n_microbatches=work.microbatches,
-            loss_fn=loss_fn,
+            loss_fn=loss_of(work),
         )
-        self.inputs = (group_input(work),) if 0 in placed else ()
-        self.target = group_target(work) if parts - 1 in placed else None
+        self.inputs = (group_input(work, device=device),) if 0 in placed else ()
+        self.target = group_target(work, device=device) if parts - 1 in placed else None
         self.optimizer = build_optimizer(self.modules)
         self.max_grad_norm = work.max_grad_norm
-        self.ends: list[float] = []
+        self.watch = Stopwatch(device)
         self.losses: list[torch.Tensor] = []
+
+    @property
+    def ends(self) -> list[float]:
+        return self.watch.moments
 
     def step(self) -> None:
         self.schedule.step(*self.inputs, target=self.target, losses=self.losses, return_outputs=False)
@@ -81,10 +103,10 @@ class RivalRun:
             clip_over_ranks(self.modules, self.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.ends.append(time.perf_counter())
+        self.watch.mark()
 
     def drain(self) -> None:
-        pass
+        self.watch.read()
 
 
 def clip_over_ranks(module: nn.Module, max_grad_norm: float) -> None:

@@ -29,7 +29,11 @@ from slipstream.errors import UserError
 class Run(Protocol):
     """One rank of a contender. `step` hands in one group."""
 
-    ends: list[float]  # when this rank was done with each group's work; complete after `drain`
+    @property
+    def ends(self) -> list[float]:
+        """When this rank was done with each group's work; complete after `drain`."""
+        ...
+
     losses: list[torch.Tensor]  # of the last group, on the rank that computes them
 
     def step(self) -> None: ...
@@ -59,21 +63,24 @@ def take_sample(world: World, name: str, work: Work, warmup: int, updates: int) 
 
 
 def _take_sample(rank: int, name: str, work: Work, warmup: int, updates: int) -> RankSample:
-    resting_bytes = reset_peak_memory()
+    device = work.device_of(rank)
+    resting_bytes = reset_peak_memory(device)
     run = build_run(name, work, rank)
     for _ in range(warmup):
         run.step()
     run.drain()
     losses = tuple(float(loss.detach()) for loss in run.losses)
     run.ends.clear()
+    settle(device)
     dist.barrier()
     start, cpu_start = time.perf_counter(), time.process_time()
     for _ in range(updates):
         run.step()
     run.drain()
+    settle(device)
     finish, cpu_finish = time.perf_counter(), time.process_time()
     dist.barrier()
-    peak = peak_memory_bytes() - resting_bytes
+    peak = peak_memory_bytes(device) - resting_bytes
     return RankSample(start, tuple(run.ends), finish, cpu_finish - cpu_start, peak, losses)
 
 
@@ -85,17 +92,29 @@ def build_run(name: str, work: Work, rank: int) -> Run:
     return RivalRun(RIVALS[name], work, rank)
 
 
-def reset_peak_memory() -> int:
-    """Give freed memory back, forget the process's high-water mark, and return what it holds now."""
+def settle(device: torch.device) -> None:
+    """Let a GPU finish what is queued; only at the ends of a sample."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def reset_peak_memory(device: torch.device) -> int:
+    """Give freed memory back, forget the high-water mark, and return what is held now."""
     gc.collect()
-    if sys.platform == "linux":
+    if device.type == "cuda":
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)  # else a sample would live in what the last one left behind
         Path("/proc/self/clear_refs").write_text("5")
-    return peak_memory_bytes()
+    return peak_memory_bytes(device)
 
 
-def peak_memory_bytes() -> int:
-    """High-water mark of the resident set; since the last reset where the system can reset it."""
+def peak_memory_bytes(device: torch.device) -> int:
+    """High-water mark of the GPU's memory, or of the resident set; since the last reset where there is one."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))

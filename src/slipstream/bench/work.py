@@ -2,13 +2,15 @@
 
 `compute` is real: transformer blocks (causal attention and MLP), four to a stage. `sleep` only waits: its
 forward and backward hold a stage for a set time and leave the core free, so eight stages fit on two cores and
-what is measured is the scheduler alone. Invariant: block i is the same for every contender and every split
-(its weights come from its index), so a contender that cuts a stage in two does the same total work.
+what is measured is the scheduler alone. `language` is a real model (`language.py`), on the CPU or on a GPU.
+Invariant: block i is the same for every contender and every split (its weights come from its index), so a contender
+that cuts a stage in two does the same total work.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from slipstream.bench import language
+from slipstream.distributed.world import device_for
 from slipstream.errors import UserError
+from slipstream.models.loss import TokenLoss
+from slipstream.models.sizes import ModelConfig
 
-KINDS = ("compute", "sleep")
+KINDS = ("compute", "sleep", "language")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,10 @@ class Work:
     tokens: int = 64
     forward_seconds: float = 0.010
     backward_seconds: float = 0.020
+    device: str = "cpu"
+    preset: str = "smollm2-135m"  # of the language work
+    head_layers: float | None = None  # layers the head is worth; None: by FLOPs
+    compile: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -57,15 +68,51 @@ class Work:
     def blocks(self) -> int:
         return self.stages * self.blocks_per_stage
 
+    @property
+    def model(self) -> ModelConfig:
+        return language.model_of(self.preset)
 
-def build_module(work: Work, part: int, parts: int) -> nn.Module:
-    """Part number `part` of the whole model cut into `parts` equal runs of blocks."""
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+    @property
+    def rows(self) -> int:
+        """Of one group."""
+        return self.microbatches * self.batch
+
+    def device_of(self, rank: int) -> torch.device:
+        return device_for(rank) if self.device == "cuda" else CPU
+
+    def layers(self, owners: Sequence[int]) -> list[range]:
+        """The layers of each part of a language model."""
+        head = self.head_layers
+        if head is None:
+            head = language.head_layers_by_flops(self.model, self.tokens)
+        return language.cut(self.model.layers, owners, head)
+
+
+def build_module(
+    work: Work, part: int, parts: int, owners: Sequence[int] | None = None, device: torch.device = CPU
+) -> nn.Module:
+    """Part number `part` of the model cut into `parts`; `owners`: the rank of each part, by default one each."""
+    if work.kind == "language":
+        layers = work.layers(owners or range(parts))[part]
+        first, last = part == 0, part == parts - 1
+        return language.build_part(
+            work.model, layers, first=first, last=last, device=device, dtype=work.dtype
+        )
     size = work.blocks // parts
     indices = range(part * size, (part + 1) * size)
     if work.kind == "sleep":
         share = size / work.blocks_per_stage
         return SleepStage(indices, work.dim, work.forward_seconds * share, work.backward_seconds * share)
-    return ComputeStage(indices, work.dim, work.heads)
+    return ComputeStage(indices, work.dim, work.heads).to(device, work.dtype)
+
+
+def prepare(work: Work) -> Callable[[nn.Module], None] | None:
+    """What is done to every copy of a module that computes."""
+    return language.compile_layers if work.compile else None
 
 
 def build_optimizer(module: nn.Module) -> torch.optim.Optimizer:
@@ -73,19 +120,35 @@ def build_optimizer(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
 
 
-def group_input(work: Work) -> Tensor:
-    """The m microbatches of one group, [m * batch, tokens, dim]; every group of a bench is the same one."""
-    shape = (work.microbatches * work.batch, *_microbatch_shape(work))
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+def group_input(work: Work, first: bool = True, device: torch.device = CPU) -> Tensor:
+    """The m microbatches of one group, [m * batch, ...]: the model's input, or what a later stage would receive."""
+    if work.kind == "language":
+        if first:
+            return language.tokens(work.model, work.rows, work.tokens, device, seed=1)
+        return language.hidden(work.model, work.rows, work.tokens, device, work.dtype, scale=1.0)
+    shape = (work.rows, *_microbatch_shape(work))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, work.dtype)
 
 
-def group_target(work: Work) -> Tensor:
-    shape = (work.microbatches * work.batch, *_microbatch_shape(work))
-    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
+def group_target(work: Work, last: bool = True, device: torch.device = CPU) -> Tensor:
+    """The target of the last stage, or what an earlier stage would receive as gradients."""
+    if work.kind == "language":
+        if last:
+            return language.tokens(work.model, work.rows, work.tokens, device, seed=2)
+        return language.hidden(work.model, work.rows, work.tokens, device, work.dtype, scale=1e-6)
+    shape = (work.rows, *_microbatch_shape(work))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device, work.dtype)
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return functional.mse_loss(output, target)
+    """Of hidden states, the squared error; of logits, the cross entropy of the next token."""
+    if target.is_floating_point():
+        return functional.mse_loss(output, target)
+    return TokenLoss()(output, target)
+
+
+def loss_of(work: Work) -> Callable[[Tensor, Tensor], Tensor]:
+    return torch.compile(loss_fn) if work.compile else loss_fn
 
 
 def _microbatch_shape(work: Work) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ this package started them or torchrun did. Nothing else in the package reads env
 """
 
 from slipstream.distributed.launch import RankPool, launch
+from slipstream.distributed.partition import Partitions, partitioned
 from slipstream.distributed.world import World, initialise, started_by_torchrun
 
-__all__ = ["RankPool", "World", "initialise", "launch", "started_by_torchrun"]
+__all__ = ["Partitions", "RankPool", "World", "initialise", "launch", "partitioned", "started_by_torchrun"]

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -35,23 +35,28 @@ def launch(
     *,
     timeout: float | None = None,
     on_signal: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Run `function(world, *args)` on `nproc` new ranks; results come back in rank order.
 
     `on_signal`: SIGINT and SIGTERM are passed on to the workers (once: asked to stop; twice: killed) instead
-    of ending the launcher at once.
+    of ending the launcher at once. `environment`: further variables of the workers.
     """
-    with RankPool(nproc) as pool, _forwarded_signals(pool) if on_signal else contextlib.nullcontext():
+    with (
+        RankPool(nproc, environment) as pool,
+        _forwarded_signals(pool) if on_signal else contextlib.nullcontext(),
+    ):
         return pool.run(function, *args, timeout=timeout)
 
 
 class RankPool:
     """`size` warm worker processes. A job may use fewer; a lost worker is replaced before the next job."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, environment: Mapping[str, str] | None = None) -> None:
         if size < 1:
             raise UserError(f"A pool needs at least one process, not {size}.")
         self._size = size
+        self._environment = dict(environment or {})
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> RankPool:
@@ -74,7 +79,7 @@ class RankPool:
             raise UserError(f"A job of {ranks} ranks does not fit a pool of {self._size} processes.")
         self._workers = [w for w in self._workers if w.alive()]
         while len(self._workers) < self._size:
-            self._workers.append(_Worker())
+            self._workers.append(_Worker(self._environment))
         workers = self._workers[:ranks]
         port = workers[0].serve()
         for rank, worker in enumerate(workers):
@@ -94,9 +99,9 @@ class RankPool:
 class _Worker:
     """One process and the socket to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, extra: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
-        environment = dict(os.environ)
+        environment = {**os.environ, **extra}
         environment.setdefault("OMP_NUM_THREADS", "1")  # one intra-op thread: the bits depend on it
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # ranks we start talk over loopback only
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)

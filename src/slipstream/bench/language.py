@@ -1,0 +1,90 @@
+"""A real language model as the bench's work: decoder layers, embedding, head and loss of a preset.
+
+Every contender has weights of the same dtype (bfloat16 on a GPU, activations and gradients too), the same tokens and
+the same loss. The head counts as so many layers (measured on the machine, `balance.py`, or by its FLOPs), and each
+rank gets an equal share of the whole; where a schedule puts two parts on a rank, the two together are that share, so
+that torch's interleaved and V-shaped schedules are balanced as well as the others. Embedding and head are not tied:
+no contender exchanges their gradients.
+
+Weights are drawn on the device, from their global names: how the model is cut does not change them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import UserError
+from slipstream.models.sizes import ModelConfig, head_cost, layer_cost, preset
+from slipstream.models.stages import Stage
+
+
+def model_of(name: str) -> ModelConfig:
+    return preset(name, tied=False)
+
+
+def cut(layers: int, owners: Sequence[int], head_layers: float) -> list[range]:
+    """The layers of each part. `owners`: the rank of each part in the order of the model, one or two a rank."""
+    stages = max(owners) + 1
+    with_head = min(range(1, layers - stages + 2), key=lambda n: _costliest(n, layers, stages, head_layers))
+    rest, longer = divmod(layers - with_head, stages - 1)
+    others = [rank for rank in range(stages) if rank != owners[-1]]
+    shares = {rank: rest + (place < longer) for place, rank in enumerate(others)} | {owners[-1]: with_head}
+    parts_a_rank = len(owners) // stages
+    sizes, seen = [], set()
+    for part, rank in enumerate(owners):
+        half = shares[rank] // parts_a_rank
+        sizes.append(half if rank in seen or parts_a_rank == 1 else shares[rank] - half)
+        seen.add(rank)
+        if not sizes[-1] and part != len(owners) - 1:
+            raise UserError(
+                f"{layers} layers and the head cannot fill {len(owners)} parts on {stages} ranks."
+            )
+    edges = [sum(sizes[:part]) for part in range(len(sizes) + 1)]
+    return [range(edges[part], edges[part + 1]) for part in range(len(sizes))]
+
+
+def _costliest(with_head: int, layers: int, stages: int, head_layers: float) -> float:
+    return max(with_head + head_layers, math.ceil((layers - with_head) / (stages - 1)))
+
+
+def head_layers_by_flops(model: ModelConfig, sequence: int) -> float:
+    return head_cost(model).forward_flops / layer_cost(model, sequence).forward_flops
+
+
+def build_part(
+    model: ModelConfig, layers: range, *, first: bool, last: bool, device: torch.device, dtype: torch.dtype
+) -> Stage:
+    """Layers `layers`, with the embedding in the first part and the head in the last."""
+    stage = Stage(model, layers.start, layers.stop, embedding=first, head=last, device=device)
+    with torch.no_grad():
+        for name, parameter in stage.named_parameters():
+            if parameter.ndim > 1:
+                generator = torch.Generator(device).manual_seed(crc32(name.encode()))
+                parameter.normal_(0.0, model.init_std, generator=generator)
+    return stage.to(dtype)
+
+
+def tokens(model: ModelConfig, rows: int, length: int, device: torch.device, seed: int) -> Tensor:
+    return torch.randint(model.vocab, (rows, length), generator=torch.Generator().manual_seed(seed)).to(
+        device
+    )
+
+
+def hidden(
+    model: ModelConfig, rows: int, length: int, device: torch.device, dtype: torch.dtype, scale: float
+) -> Tensor:
+    """Stands for a neighbour's activations, or for its gradients, where there is no neighbour."""
+    generator = torch.Generator(device).manual_seed(1)
+    return torch.randn((rows, length, model.dim), generator=generator, device=device, dtype=dtype) * scale
+
+
+def compile_layers(module: nn.Module) -> None:
+    """Compile each decoder layer; all of them share one compiled function."""
+    if isinstance(module, Stage):
+        for layer in module.layers.values():
+            layer.compile()
