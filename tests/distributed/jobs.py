@@ -43,3 +43,7 @@ def uneven(world):
         world.store.set(f"late/{world.rank}", "x")
         return world.store.get(f"late/{world.rank}")
     return b"x"
+
+
+def variable(world, name):
+    return os.environ[name]

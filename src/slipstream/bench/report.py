@@ -12,6 +12,7 @@ from rich.table import Table
 
 from slipstream.bench.measure import BASELINE, BOUND, ENGINE, Result
 from slipstream.bench.rivals import RIVALS
+from slipstream.bench.work import Work
 
 LABELS = {BOUND: "bubble-free bound", **{name: rival.label for name, rival in RIVALS.items()}}
 
@@ -28,6 +29,7 @@ def record(result: Result) -> dict[str, Any]:
         "stages": result.work.stages,
         "work": result.work.kind,
         "clip": result.work.max_grad_norm is not None,
+        "device": result.work.device,
         "link_latency_ms": result.work.link_latency_seconds * 1e3,
         "bound_ms": bound,
         **{f"{name}_ms": result.milliseconds(name) for name in RIVALS},
@@ -44,6 +46,19 @@ def record(result: Result) -> dict[str, Any]:
         "cpu_ms": {name: cpu_time(result, name) for name in samples},
         "peak_memory_bytes": {name: peak_memory(result, name) for name in samples},
         "errors": result.errors,
+        **(_language(result.work) if result.work.kind == "language" else {}),
+    }
+
+
+def _language(work: Work) -> dict[str, Any]:
+    """What a language model was cut into."""
+    return {
+        "preset": work.preset,
+        "rows": work.batch,
+        "sequence": work.tokens,
+        "compile": work.compile,
+        "head_layers": work.head_layers,
+        "layers": [len(layers) for layers in work.layers(range(work.stages))],
     }
 
 
@@ -104,3 +119,29 @@ def _median_ms(seconds: Sequence[float]) -> float | None:
 
 def _fixed(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
+
+
+def print_probe(console: Console, found: dict[str, Any]) -> None:
+    """What the partitions of a GPU get, alone and together."""
+    matmul, copied = found["matmul_tflops"], found["copy_gbytes_per_second"]
+    processors = found["multiprocessors"]
+    title = f"{found['device']} in {found['partitions']} partitions"
+    table = Table(title=title, box=SIMPLE_HEAD)
+    for heading in ("", "multiprocessors", "matmul TFLOP/s", "copy GB/s"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    table.add_row("whole GPU", str(processors["whole"]), f"{matmul['whole']:.0f}", f"{copied['whole']:.0f}")
+    table.add_row(
+        "one, others idle", str(processors["partition"]), f"{matmul['alone']:.0f}", f"{copied['alone']:.0f}"
+    )
+    table.add_row("one, others waiting", "", f"{matmul['alone_others_waiting']:.0f}", "")
+    table.add_row(
+        "all together",
+        "",
+        " ".join(f"{value:.0f}" for value in matmul["together"]),
+        " ".join(f"{value:.0f}" for value in copied["together"]),
+    )
+    console.print(table)
+    console.print(
+        f"one is {found['alone_of_whole']:.2f} of the whole, all together {found['together_of_whole']:.2f}; "
+        f"with the others at work one gets {found['together_over_alone']:.2f} of what it gets alone."
+    )

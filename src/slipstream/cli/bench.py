@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from slipstream.errors import UserError
 
@@ -20,60 +16,77 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.callback(invoke_without_command=True)
 def pipeline(
     context: typer.Context,
-    stages: Annotated[int, typer.Option(help="Pipeline stages P, one process each.")] = 2,
-    microbatches: Annotated[str, typer.Option(help="Microbatches per update, one run for each.")] = "2,4,8",
-    work: Annotated[str, typer.Option(help="compute: real blocks. sleep: timed waits, any P.")] = "compute",
+    stages: Annotated[int | None, typer.Option(help="Pipeline stages P, one process each.")] = None,
+    microbatches: Annotated[
+        str | None, typer.Option(help="Microbatches per update, one run for each; default: P, 2P, 4P.")
+    ] = None,
+    work: Annotated[
+        str | None, typer.Option(help="compute: blocks. sleep: timed waits, any P. language: a real model.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: all stages on one GPU.")] = "cpu",
+    partitions: Annotated[
+        int | None, typer.Option(help="Cut the GPU into so many parts, a stage on each (CUDA MPS).")
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Only measure what the partitions get, alone and together.")
+    ] = False,
+    model: Annotated[str, typer.Option(help="Preset of the language work.")] = "smollm2-135m",
+    rows: Annotated[int, typer.Option(help="Sequences per microbatch of the language work.")] = 8,
+    sequence: Annotated[int, typer.Option(help="Tokens per sequence of the language work.")] = 1024,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile each layer of the model.")] = False,
     clip: Annotated[bool, typer.Option("--clip", help="Clip the global gradient norm.")] = False,
     correction: Annotated[str, typer.Option(help="Delay correction of our schedule.")] = "none",
     in_flight: Annotated[int | None, typer.Option(help="Microbatches in flight; default: chosen.")] = None,
     link_latency_ms: Annotated[float, typer.Option(help="Delay every message of ours by this.")] = 0.0,
     rivals: Annotated[str, typer.Option(help="all, none, or a list: 1f1b,gpipe,...")] = "all",
-    rounds: Annotated[int, typer.Option(help="Samples of each contender; the median counts.")] = 5,
+    rounds: Annotated[
+        int | None, typer.Option(help="Samples of each contender, the median counts; default: 5, a GPU 2.")
+    ] = None,
     updates: Annotated[int | None, typer.Option(help="Updates a sample; default: 64 microbatches.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw measured over predicted timeline: .html, .svg, .json.")
     ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the JSON here, after each run.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Time per update of torch's synchronous schedules, of ours, and of the bubble-free bound."""
     if context.invoked_subcommand is not None:
         return
-    from slipstream.bench.measure import bench, parse_rivals
-    from slipstream.bench.report import print_result, record
-    from slipstream.bench.timeline import check_plottable, draw
-    from slipstream.bench.work import Work
-    from slipstream.distributed import RankPool
+    from slipstream.bench.command import Request, run, run_probe
 
-    if plot is not None:
-        check_plottable(plot)
-
-    setting = Work(
-        kind=work,
-        stages=stages,
-        microbatches=stages,
-        max_grad_norm=1.0 if clip else None,
-        correction=correction,
-        in_flight=in_flight,
-        link_latency_seconds=link_latency_ms / 1e3,
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"--device {device}: choose cpu or cuda.")
+    if device == "cpu" and (partitions is not None or probe):
+        raise UserError("--partitions and --probe cut a GPU. Add --device cuda.")
+    if partitions is not None and stages not in (None, partitions):
+        raise UserError(f"--stages {stages} on --partitions {partitions}: a stage has a partition. Drop one.")
+    if probe:
+        run_probe(partitions or 4, as_json, out)
+        return
+    count = stages or partitions or 2
+    run(
+        Request(
+            stages=count,
+            microbatches=_counts(microbatches) if microbatches else [count, 2 * count, 4 * count],
+            kind=work or ("language" if device == "cuda" else "compute"),
+            device=device,
+            partitions=partitions,
+            preset=model,
+            rows=rows,
+            sequence=sequence,
+            compile=compiled,
+            clip=clip,
+            correction=correction,
+            in_flight=in_flight,
+            link_latency_seconds=link_latency_ms / 1e3,
+            rivals=rivals,
+            rounds=rounds,
+            updates=updates,
+        ),
+        plot=plot,
+        out=out,
+        as_json=as_json,
     )
-    works = [replace(setting, microbatches=count) for count in _counts(microbatches)]
-    notes = Console(stderr=True, highlight=False)
-    cores = os.cpu_count() or 1
-    if work == "compute" and stages > cores:
-        notes.print(f"note: {stages} computing stages on {cores} cores measure the cores, not the schedules.")
-    console = Console(highlight=False)
-    against = parse_rivals(rivals)
-    records = []
-    with RankPool(stages) as pool, notes.status("starting") as status:
-        for result in bench(pool, works, against, rounds, updates, progress=status.update):
-            records.append(record(result))
-            if not as_json:
-                print_result(console, result)
-        if plot is not None:
-            draw(pool, works[0], plot)
-            notes.print(f"timeline: {plot}")
-    if as_json:
-        print(json.dumps(records, indent=2))
 
 
 @app.command()
