@@ -225,6 +225,11 @@ def _check_pipeline(config: Config, problems: list[str]) -> None:
         problems.append("data.mask_documents does not work with pipeline.schedule=zbv. Use 2bw or 1f1b.")
     if pipeline.shard_optimizer and pipeline.data_ranks == 1:
         problems.append("pipeline.shard_optimizer needs pipeline.data_ranks of 2 or more to take effect.")
+    if pipeline.partitions and (pipeline.schedule == "emulate" or config.train.device == "cpu"):
+        problems.append(
+            f"pipeline.partitions cuts one GPU among the ranks; with pipeline.schedule = '{pipeline.schedule}' "
+            f"and train.device = '{config.train.device}' it cannot take effect. Drop it."
+        )
     if pipeline.microbatch_size % pipeline.data_ranks:
         problems.append(
             f"pipeline.microbatch_size = {pipeline.microbatch_size} cannot be shared by "

@@ -93,6 +93,9 @@ class PipelineSettings(Settings):
     )
     data_ranks: int = _layout(1, "data-parallel ranks per stage; they share each microbatch's rows", ge=1)
     shard_optimizer: bool = _layout(False, "each data rank owns the master and state of whole matrices")
+    partitions: bool = _layout(
+        False, "give each rank its own share of one GPU's multiprocessors, by CUDA MPS"
+    )
 
 
 class OptimSettings(Settings):

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from slipstream.config import Config, from_tree, resolve
-from slipstream.distributed import World, initialise, launch, started_by_torchrun
+from slipstream.distributed import (
+    Partitions,
+    World,
+    initialise,
+    launch,
+    partitioned,
+    started_by_torchrun,
+)
 from slipstream.errors import UserError
 from slipstream.train import build, closing
 from slipstream.train import folder as folders
@@ -30,6 +37,8 @@ def start(config: Config) -> None:
     """`slipstream train`: in this process (emulate), as one of torchrun's ranks, or on ranks started here."""
     config = build.adopt_shape(config)
     if started_by_torchrun() and config.pipeline.schedule != "emulate":
+        if config.pipeline.partitions:
+            raise UserError("pipeline.partitions needs ranks that slipstream starts itself. Drop torchrun.")
         with initialise(timeout_seconds=config.train.timeout_seconds) as world:
             run_rank(world, resolve(config, world=world.size).model_dump())
         return
@@ -41,7 +50,18 @@ def start(config: Config) -> None:
         return
     assert config.pipeline.stages is not None
     nproc = config.pipeline.stages * config.pipeline.data_ranks
-    launch("slipstream.train.session:run_rank", nproc, (config.model_dump(),), on_signal=True)
+    with ExitStack() as stack:
+        environment = None
+        if config.pipeline.partitions:
+            environment = stack.enter_context(_partitions(config, nproc)).environment
+        job = "slipstream.train.session:run_rank"
+        launch(job, nproc, (config.model_dump(),), on_signal=True, environment=environment)
+
+
+def _partitions(config: Config, count: int) -> AbstractContextManager[Partitions]:
+    if build.device(config).type != "cuda":
+        raise UserError("pipeline.partitions cuts a GPU, and torch sees none. Set pipeline.partitions=false.")
+    return partitioned(count)
 
 
 def run_rank(world: World | None, tree: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.mesh import Mesh
 from slipstream.pipeline.peers import Alone
 from slipstream.pipeline.update import Updater
-from slipstream.pipeline.versions import Versions
+from slipstream.pipeline.versions import Replica, Versions
 from slipstream.schedule.timeline import Span
 from slipstream.train import build
 from slipstream.train.batches import Batch
@@ -89,7 +89,7 @@ class Synchronous:
             peers,
         )
         self._stages = [
-            PipelineStage(_as_module(versions.replica(0).call), index, count, device, group=group)
+            PipelineStage(_as_module(versions.replica(0)), index, count, device, group=group)
             for versions, index in zip(self._versions, indices, strict=True)
         ]
         self._busy = _timed(self._stages) if device.type == "cpu" else None
@@ -164,7 +164,7 @@ class Synchronous:
         losses: list[Tensor] = []
         inputs = (batch.inputs,) if self._first else ()
         targets = {"target": batch.targets, "losses": losses} if self._last else {}
-        function(*inputs, **targets)
+        function(*inputs, **targets, return_outputs=False)  # a group's logits would fill a GPU
         return [loss.detach() * self._m for loss in losses]
 
     def drain(self) -> None:
@@ -211,18 +211,22 @@ def _always(group: int) -> bool:
 
 
 class _Called(nn.Module):
-    """A prepared replica (under autocast, say) as the module torch's stage asks for."""
+    """A prepared replica (under autocast, say) as the module torch's stage asks for.
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    It has the replica's parameters, which torch's zero-bubble schedules look for in it.
+    """
+
+    def __init__(self, replica: Replica) -> None:
         super().__init__()
-        self._call = call
+        self.module = replica.module
+        self._call = replica.call
 
     def forward(self, *args: Any) -> Any:
         return self._call(*args)
 
 
-def _as_module(call: Callable[..., Any]) -> nn.Module:
-    return call if isinstance(call, nn.Module) else _Called(call)
+def _as_module(replica: Replica) -> nn.Module:
+    return replica.call if isinstance(replica.call, nn.Module) else _Called(replica)
 
 
 def _timed(stages: list[PipelineStage]) -> list[float]:

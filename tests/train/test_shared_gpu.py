@@ -1,0 +1,53 @@
+"""A run whose ranks share one GPU: the losses of one process, whatever the schedule; and its partitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.errors import ConfigError, UserError
+from slipstream.pipeline.versions import Replica
+from slipstream.train import session
+from slipstream.train.synchronous import _as_module
+
+on_gpu = pytest.mark.skipif(torch.cuda.device_count() != 1, reason="needs one CUDA device")
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16_autocast"])
+@pytest.mark.parametrize(
+    ("schedule", "stages"), [("2bw", 4), ("2bw", 2), ("1f1b", 4), ("interleaved_1f1b", 2), ("zbv", 2)]
+)
+def test_ranks_on_one_gpu_train_like_one_process(runs, schedule, stages, dtype):
+    common = ["train.device=cuda", f"train.dtype={dtype}", "train.eval_every=5"]
+    runs.train("run", f"pipeline.schedule={schedule}", f"pipeline.stages={stages}", *common)
+    delay = 1 if schedule == "2bw" else 0
+    runs.train("one", "pipeline.schedule=emulate", f"pipeline.delay={delay}", *common)
+    losses = [[event["loss"] for event in runs.events(name, "step")] for name in ("run", "one")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4 if dtype == "float32" else 2e-2)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_a_partitioned_gpu_trains(runs):
+    session.start(runs.config("run", "pipeline.stages=2", "pipeline.partitions=true", "train.device=cuda"))
+    assert runs.steps("run") == list(range(1, 13))
+
+
+def test_partitions_without_a_gpu_are_refused(runs):
+    with pytest.raises(ConfigError, match=r"pipeline.partitions cuts one GPU"):
+        runs.config("run", "pipeline.partitions=true")
+    if not torch.cuda.is_available():
+        config = runs.config("run", "pipeline.partitions=true", "train.device=auto")
+        with pytest.raises(UserError, match="torch sees none"):
+            session.start(config)
+
+
+def test_a_wrapped_replica_shows_its_parameters():
+    """Torch's zero-bubble schedules take weight gradients of the parameters they find in a stage's module."""
+    module = nn.Linear(2, 2)
+    wrapped = _as_module(Replica(module, lambda x: module(x), list(module.parameters()), []))
+    assert list(wrapped.parameters()) == list(module.parameters())
+    assert wrapped(torch.ones(1, 2)).shape == (1, 2)
