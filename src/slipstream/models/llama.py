@@ -41,22 +41,14 @@ def rotary_table(length: int, head_dim: int, theta: float, device: torch.device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x_i, x_{i + h/2}) of x [B, H, T, h] by their positions' angles."""
-    low, high = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-high, low), dim=-1) * sin).type_as(x)
+    """Rotate the pairs (x_i, x_{i + h/2}) of x [B, T, H, h] by their positions' angles.
 
-
-def project(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-    """Each of `linears` of x.
-
-    Compiled, they are one product with the matrices stacked: x is read once, the product is wide enough for
-    a GPU, and the backward makes one gradient of x instead of several and their sum. The stack is a copy of
-    the weights, so eager code, whose backward may be meant to see weights change, keeps to the matrices.
+    Written by halves: a compiler turns this and its backward into one plain pass over x, which it does not do
+    for the usual x cos + (-x_high, x_low) sin.
     """
-    if not torch.compiler.is_compiling():
-        return tuple(linear(x) for linear in linears)
-    together = F.linear(x, torch.cat([linear.weight for linear in linears]))
-    return together.split([linear.out_features for linear in linears], dim=-1)
+    low, high = x.chunk(2, dim=-1)
+    cos, sin = (table[:, None, : low.shape[-1]] for table in (cos, sin))
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).type_as(x)
 
 
 class Attention(nn.Module):
@@ -74,12 +66,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         b, t, _ = x.shape
-        q, k, v = (part.view(b, t, -1, self.head_dim) for part in project(x, self.q, self.k, self.v))
+        q, k, v = (linear(x).view(b, t, -1, self.head_dim) for linear in (self.q, self.k, self.v))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q = rotate(q.transpose(1, 2), cos, sin)
-        k = rotate(k.transpose(1, 2), cos, sin)
-        v = v.transpose(1, 2)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.heads != self.kv_heads
         )
@@ -96,7 +87,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.ffn, config.dim, bias=False, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = project(x, self.gate, self.up)
+        gate, up = self.gate(x), self.up(x)
         return self.down(F.silu(gate) * up)
 
 
