@@ -118,7 +118,7 @@ def _train(world, name, groups, device, group):
     optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.1)
     found = []
     for index in range(groups):
-        x, y = (t.to(device) for t in tiny.batch(index, rows=16))
+        x, y = (t.to(device).contiguous() for t in tiny.batch(index, rows=16))  # torch checks strides
         losses = []
         schedule.step(*((x,) if 0 in held else ()), target=y if parts - 1 in held else None, losses=losses)
         optimizer.step()

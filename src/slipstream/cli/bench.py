@@ -1,5 +1,5 @@
 """`slipstream bench`: the engine against torch's schedules and the bound; `bench optim`: the optimizers;
-`bench train`: the whole trainer on one device against transformers."""
+`bench train`: the whole trainer on one device against transformers; `bench race`: time to loss."""
 
 from __future__ import annotations
 
@@ -135,6 +135,29 @@ def train(
     with Console(stderr=True, highlight=False).status("starting") as status:
         result = run(setting, [name for name in contenders.split(",") if name], timeout, status.update)
     print(json.dumps(result)) if as_json else print_table(Console(highlight=False), result)
+
+
+@app.command()
+def race(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RUN.TOML] [KEY=VALUE]...", help="A run, as for `slipstream train`."),
+    ] = None,
+    schedules: Annotated[
+        str, typer.Option(help="Schedules to train with, one after the other.")
+    ] = "2bw,1f1b",
+    target: Annotated[float | None, typer.Option(help="Loss to reach; default: what all reached.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the runs, race.json and race.html.")] = Path(
+        "runs/race"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Train the same run under several schedules: wall clock and tokens until one validation loss."""
+    from slipstream.bench import race as racing
+
+    names = [name.strip() for name in schedules.split(",") if name.strip()]
+    result = racing.race(arguments or [], names, out, target)
+    print(json.dumps(result)) if as_json else racing.print_race(Console(highlight=False), result)
 
 
 def _counts(text: str) -> list[int]:

@@ -1,0 +1,82 @@
+"""Time to loss: what counts as training time, where a curve meets the target, and a race of two real runs."""
+
+import json
+
+import pytest
+
+from slipstream.bench.race import Point, compare, curve, race, reach
+from slipstream.errors import UserError
+from slipstream.metrics.events import Run
+
+
+def events(step_seconds, losses, tokens=100, validation_seconds=5.0):
+    """A run with a validation after every second step, each of which stops the clock."""
+    found, now = [{"event": "start", "step": 0, "time": 990.0}], 1000.0
+    for number, loss in enumerate(losses, start=1):
+        for step in (2 * number - 1, 2 * number):
+            found.append({"event": "step", "step": step, "time": now, "tokens": step * tokens})
+            now += step_seconds
+        now += validation_seconds - step_seconds  # the validation begins when the step is recorded
+        found.append(
+            {
+                "event": "validation",
+                "step": 2 * number,
+                "time": now,
+                "loss": loss,
+                "tokens": 2 * number * tokens,
+            }
+        )
+        now += step_seconds
+    return found
+
+
+def run(tmp_path, name, *args, **kwargs):
+    return Run(tmp_path / name, tuple(events(*args, **kwargs)))
+
+
+def test_validations_and_start_up_are_not_training_time(tmp_path):
+    points = curve(run(tmp_path, "a", 1.0, [4.0, 3.0, 2.0], validation_seconds=50.0))
+    assert [point.seconds for point in points] == [1.0, 3.0, 5.0]
+    assert [point.tokens for point in points] == [200, 400, 600]
+
+
+def test_the_target_is_met_between_validations():
+    points = [Point(0, 0, 4.0), Point(10, 100, 3.0), Point(20, 200, 3.5), Point(30, 300, 2.0)]
+    assert reach(points, 3.5) == Point(5.0, 50.0, 3.5)
+    assert reach(points, 2.75) == Point(25.0, 250.0, 2.75)
+    assert reach(points, 1.0) is None
+
+
+def test_the_default_target_is_reached_by_all_and_the_gain_is_speed_over_penalty(tmp_path):
+    runs = {
+        "2bw": run(tmp_path, "2bw", 1.0, [4.0, 3.2, 3.0]),
+        "1f1b": run(tmp_path, "1f1b", 1.5, [4.0, 3.0, 2.8]),
+        "gpipe": run(tmp_path, "gpipe", 2.0, [4.0, 3.0, 2.8]),
+    }
+    result = compare(runs, None)
+    assert result["target_loss"] == 3.0
+    assert result["best_sync"] == "1f1b"
+    assert result["token_penalty"] == pytest.approx(600 / 400)
+    assert result["speedup_in_tokens_per_second"] == pytest.approx(1.5)
+    assert result["speedup_in_time_to_target"] == pytest.approx(4.5 / 5.0)
+
+
+def test_a_target_out_of_reach_is_said_so(tmp_path):
+    runs = {"2bw": run(tmp_path, "2bw", 1.0, [4.0, 3.0]), "1f1b": run(tmp_path, "1f1b", 1.0, [4.0, 2.0])}
+    result = compare(runs, 2.5)
+    assert [lap["seconds_to_target"] is None for lap in result["laps"]] == [True, False]
+    assert "best_sync" not in result
+
+
+def test_too_few_validations_are_a_clear_error(tmp_path):
+    with pytest.raises(UserError, match="eval_every"):
+        compare({"2bw": run(tmp_path, "2bw", 1.0, [4.0])}, None)
+
+
+def test_two_schedules_race_for_real(tmp_path):
+    arguments = ["model.preset=cpu-default", "train.steps=6", "train.eval_every=2", "train.sample_tokens=0"]
+    small = ["model.layers=2", "model.dim=32", "model.heads=2", "model.kv_heads=2", "model.ffn=64"]
+    result = race([*arguments, *small, "data.sequence=32"], ["2bw", "1f1b"], tmp_path)
+    assert [lap["schedule"] for lap in result["laps"]] == ["2bw", "1f1b"]
+    assert json.loads((tmp_path / "race.json").read_text())["target_loss"] == result["target_loss"]
+    assert "Validation loss by wall clock" in (tmp_path / "race.html").read_text()
