@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -55,7 +56,7 @@ def race(
     out: Path,
     target: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Run what is missing, compare, and write race.json and race.html into `out`."""
     if len(set(schedules)) < 2:
         raise UserError("A race needs two schedules or more. Set --schedules to a list such as 2bw,1f1b.")
@@ -79,7 +80,7 @@ def _train(arguments: Sequence[str], schedule: str, folder: Path) -> None:
         )
 
 
-def compare(runs: dict[str, Run], target: float | None) -> dict[str, object]:
+def compare(runs: dict[str, Run], target: float | None) -> dict[str, Any]:
     """Laps by schedule, the target, and ours against the best of the others."""
     curves = {schedule: curve(run) for schedule, run in runs.items()}
     for schedule, points in curves.items():
@@ -92,7 +93,7 @@ def compare(runs: dict[str, Run], target: float | None) -> dict[str, object]:
         target = max(min(point.loss for point in points) for points in curves.values())
     reached = {schedule: reach(points, target) for schedule, points in curves.items()}
     laps = {schedule: _lap(schedule, curves[schedule], reached[schedule]) for schedule in runs}
-    result: dict[str, object] = {"target_loss": target, "laps": [asdict(lap) for lap in laps.values()]}
+    result: dict[str, Any] = {"target_loss": target, "laps": [asdict(lap) for lap in laps.values()]}
     others = {schedule: at for schedule, at in reached.items() if at is not None and schedule != OURS}
     if (ours := reached.get(OURS)) is not None and others:
         best = min(others, key=lambda schedule: others[schedule].seconds)
@@ -147,7 +148,7 @@ def reach(points: Sequence[Point], target: float) -> Point | None:
     return None
 
 
-def print_race(console: Console, result: dict) -> None:
+def print_race(console: Console, result: dict[str, Any]) -> None:
     table = Table(title=f"Time to a validation loss of {result['target_loss']:.4f}", box=SIMPLE_HEAD)
     for heading in ("schedule", "seconds", "M tokens", "tokens / s", "final loss"):
         table.add_column(heading, justify="left" if heading == "schedule" else "right", no_wrap=True)
