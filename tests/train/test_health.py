@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 from tests.train.conftest import assert_equal_weights
+from tests.train.jobs import poison
 
 from slipstream.errors import StageError
-from slipstream.train import batches, build, health
+from slipstream.train import batches, checkpoint, health
 from slipstream.train.health import Monitor, checksum, divergence, fingerprint
 
 
@@ -19,16 +22,22 @@ def test_a_spike_is_told_from_noise():
     warning = monitor.observe(100, 4.5, False)
     assert warning is not None
     assert "4.5000 at step 100" in warning
-    assert not monitor.failed
+    assert monitor.failed_at is None, "a warning, unless there is a checkpoint to go back to"
+    monitor.spike_fails_after = 50
+    monitor.observe(101, 9.0, False)
+    assert monitor.failed_at == 101
+    assert "9.0000 at step 101" in monitor.failure
 
 
 def test_skipped_updates_in_a_row_are_a_failure():
     monitor = Monitor(spike=0, max_skipped=3)
     for step, skipped in enumerate([True, True, False, True, True]):
         monitor.observe(step, 1.0, skipped)
-    assert not monitor.failed
+    assert monitor.failed_at is None
     assert "3 in a row" in str(monitor.observe(5, 1.0, True))
-    assert monitor.failed
+    assert monitor.failed_at == 3, "the first of the three"
+    monitor.observe(6, 1.0, False)
+    assert monitor.failed_at == 3, "stages stop some groups later: what came in between does not undo it"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -75,25 +84,7 @@ def test_a_corrupted_tied_weight_stops_the_run(runs, monkeypatch):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Data groups 5 and 6 give a loss that is not finite: a marker rides in their token counts."""
-    original = batches.load
-
-    def load(dataset, group, place):
-        batch = original(dataset, group, place)
-        if group in (5, 6) and dataset.shuffle:
-            batch.targets[:, -1] = -1
-        return batch
-
-    monkeypatch.setattr(batches, "load", load)
-    loss_function = build.loss_function
-
-    def loss(config):
-        inner = loss_function(config)
-        return lambda logits, targets: (
-            inner(logits, targets.abs()) * (float("nan") if targets[0, -1] < 0 else 1.0)
-        )
-
-    monkeypatch.setattr(build, "loss_function", loss)
+    poison(monkeypatch.setattr, {5: "nan", 6: "nan"})
 
 
 def test_updates_that_are_not_finite_are_skipped_and_reported(runs, poisoned):
@@ -124,8 +115,95 @@ def test_a_rollback_skips_the_data(runs, poisoned, monkeypatch):
     assert_equal_weights(runs.weights("run"), runs.weights("clean"))
 
 
-def test_a_rollback_over_ranks(runs, monkeypatch):
-    """Every rank returns to the checkpoint together: here the data itself cannot be made bad, so the limit is."""
+ROLLBACK = ["health.max_skipped=2", "health.rollback=true", "checkpoint.keep=9"]
+
+
+@pytest.mark.parametrize("kind", ["nan", "spike"])
+def test_a_rollback_over_ranks(runs, kind):
+    """Two stages hear of the failure when they are some groups further, and past another checkpoint: they go back
+    together to the last one before it, and no group used since is used again."""
+    every = 4 if kind == "nan" else 20
+    settings = ["train.steps=40", f"checkpoint.every={every}"]
+    groups = {5: "nan", 6: "nan"} if kind == "nan" else {22: "spike"}
+    first = min(groups)
+    config = runs.config("run", *settings, *ROLLBACK, "pipeline.stages=2")
+    outcome = runs.pool.run("train.jobs:poisoned_rank", config.model_dump(), groups, ranks=2, timeout=120)
+    assert [rank["reason"] for rank in outcome] == ["finished", "finished"]
+    assert runs.steps("run") == list(range(1, 41))
+    assert not any(event["skipped"] for event in runs.events("run", "step"))
+    back = first // every * every
+    (note,) = [event["message"] for event in runs.events("run", "warning") if "Rolled" in event["message"]]
+    assert f"Rolled back to step {back} because of step {first + 1}; the data groups up to " in note
+    skipped = int(note.split("up to ")[1].split()[0]) + 1 - back  # how far they were depends on the moment
+    assert skipped > len(groups)
+    # The trajectory is that of a run whose data simply lacks those groups.
+    original = batches.load
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            batches,
+            "load",
+            lambda data, g, place: original(data, g + skipped * (g >= back and data.shuffle), place),
+        )
+        runs.train("clean", *settings, "pipeline.schedule=emulate")
+    assert_equal_weights(runs.weights("run"), runs.weights("clean"))
+    # It is kept in the checkpoints: a restart knows which data to leave out.
+    newest = checkpoint.committed(runs.folder / "run" / "checkpoints")[0]
+    assert checkpoint.manifest(newest).meta["data_offset"] == skipped
+
+
+def test_a_run_that_fails_on_any_data_gives_up(runs):
+    groups = dict.fromkeys(range(5, 400), "nan")
+    config = runs.config("run", "train.steps=40", "pipeline.stages=2", *ROLLBACK)
+    with pytest.raises(
+        StageError, match="4 attempts from step 4, each on new data, failed; the last at step 5"
+    ):
+        runs.pool.run("train.jobs:poisoned_rank", config.model_dump(), groups, ranks=2, timeout=120)
+    kept = checkpoint.committed(runs.folder / "run" / "checkpoints")
+    assert kept[-1].name == "step-00000004"
+    assert checkpoint.verify(kept[-1]).step == 4
+
+
+def test_without_a_checkpoint_a_failure_stops_all_ranks(runs):
     settings = ["pipeline.stages=2", "health.rollback=true", "optim.lr=1e30", "optim.max_grad_norm=0"]
-    with pytest.raises(StageError, match="updates in a row were not finite"):
+    with pytest.raises(StageError, match="2 updates in a row were not finite"):
         runs.train("run", *settings, "health.max_skipped=2", "checkpoint.every=50", "train.steps=50")
+
+
+DIVERGENCES = {
+    "replica": (
+        2,
+        "master",
+        "layers.0.mlp.up.weight",
+        "the master of stage 0 differs between data rank 0 and data",
+    ),
+    "bank": (
+        3,
+        "bank",
+        "layers.3.mlp.up.weight",
+        "the bank of group .* of stage 1 differs between data rank 0 and",
+    ),
+}
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """The ranks that wait for the one that stopped are not given ten seconds to say so."""
+    monkeypatch.setattr(import_module("slipstream.distributed.launch"), "GRACE_SECONDS", 1.0)
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_one_wrong_bit_on_one_data_rank_stops_the_run_by_name(runs, quick, kind):
+    rank, what, name, words = DIVERGENCES[kind]
+    config = runs.config("run", "pipeline.stages=2", "pipeline.data_ranks=2", "health.hash_every=3")
+    with pytest.raises(StageError, match=f"Silent divergence at step 3: {words}"):
+        runs.pool.run("train.jobs:diverged_rank", config.model_dump(), rank, what, name, ranks=4, timeout=120)
+
+
+@pytest.mark.parametrize("what", ["master", "bank"])
+def test_one_wrong_bit_of_a_tied_weight_stops_the_run_by_name(runs, quick, what):
+    config = runs.config("run", "pipeline.stages=2", "health.hash_every=3")
+    words = r"the tied embedding in the .* differs between stage 0 \(embedding.weight\) and stage 1 \(head.weight\)"
+    with pytest.raises(StageError, match=f"Silent divergence at step 3: {words}"):
+        runs.pool.run(
+            "train.jobs:diverged_rank", config.model_dump(), 1, what, "head.weight", ranks=2, timeout=120
+        )

@@ -125,26 +125,6 @@ def test_killed_at_random_moments(runs, long_run, seed):
     assert runs.steps("run") == list(range(1, 61))
 
 
-def test_a_signal_saves_and_the_same_command_resumes(runs, long_run):
-    settings = ["train.steps=60", "checkpoint.every=0", "pipeline.stages=2"]
-
-    def ask() -> None:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and max(runs.steps("run"), default=0) < 10:
-            time.sleep(0.005)
-        os.kill(runs.pool._workers[1].pid, signal.SIGTERM)  # one rank is enough: they agree on the step
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    first = runs.train("run", *settings)
-    thread.join()
-    assert first["reason"] == "signal"
-    assert 10 <= first["step"] < 60
-    assert runs.train("run", *settings)["reason"] == "finished"
-    assert_equal_weights(runs.weights("run"), long_run.weights("run"))
-    assert runs.steps("run") == list(range(1, 61))
-
-
 def test_a_finished_run_says_so_and_trains_no_more(runs, capfd):
     runs.train("run", "pipeline.schedule=emulate")
     before = runs.events("run")

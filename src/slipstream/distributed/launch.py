@@ -58,6 +58,7 @@ class RankPool:
         self._size = size
         self._environment = dict(environment or {})
         self._workers: list[_Worker] = []
+        self._signalled: int | None = None  # for workers that are not there yet
 
     def __enter__(self) -> RankPool:
         return self
@@ -80,6 +81,8 @@ class RankPool:
         self._workers = [w for w in self._workers if w.alive()]
         while len(self._workers) < self._size:
             self._workers.append(_Worker(self._environment))
+            if self._signalled is not None:
+                self._workers[-1].signal(self._signalled)
         workers = self._workers[:ranks]
         port = workers[0].serve()
         for rank, worker in enumerate(workers):
@@ -87,6 +90,8 @@ class RankPool:
         return _collect(workers, timeout)
 
     def signal(self, number: int) -> None:
+        """Send a signal to every worker, also to those that are still to be started."""
+        self._signalled = number
         for worker in self._workers:
             worker.signal(number)
 
@@ -105,11 +110,16 @@ class _Worker:
         environment.setdefault("OMP_NUM_THREADS", "1")  # one intra-op thread: the bits depend on it
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # ranks we start talk over loopback only
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "slipstream.distributed.worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=environment,
-        )
+        # Born with them blocked: a stop asked for while a worker starts waits for the job that can answer it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "slipstream.distributed.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self.connection = Connection(ours.detach())
 

@@ -1,7 +1,8 @@
 """The process that runs jobs for a launcher: `python -m slipstream.distributed.worker FD`.
 
 A thread owns the socket to the launcher: it takes jobs, and ends the process when the launcher is gone, even
-while a job is running. A job gets its own process group, made before it and destroyed after it.
+while a job is running. A job gets its own process group, made before it and destroyed after it. SIGTERM is blocked
+from birth (`launch.py`): a job that wants to stop on it unblocks it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ def main(descriptor: int) -> None:
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # a terminal's Ctrl-C reaches the launcher, which passes it on
+    signal.signal(
+        signal.SIGTERM, lambda *_: None
+    )  # threads of a job that had it unblocked may outlive the job
     connection = Connection(descriptor)
     jobs: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, jobs), daemon=True).start()
@@ -39,6 +43,8 @@ def main(descriptor: int) -> None:
         name, args, kwargs, rank, ranks, port = message
         meeting = None if listener is None else listener.detach()
         answer = _perform(name, args, kwargs, rank, ranks, port, meeting)
+        while signal.SIGTERM in signal.sigpending():  # it was meant for the job that has just ended
+            signal.sigwait((signal.SIGTERM,))
         listener = None
         with contextlib.suppress(OSError):
             _answer(connection, answer)

@@ -73,7 +73,7 @@ def assemble(
 
         for text in plan.notes:
             warn(plan.step, text)
-        monitor = Monitor(config.health.spike, config.health.max_skipped)
+        monitor = Monitor(config.health.spike, config.health.max_skipped, _first_checkpoint(config, plan))
         reporter = _reporter(config, model, seat, engine, board, recorder, show, _observer(monitor, warn))
         stack.callback(reporter.close)
         writer = _writer(config, seat, plan, recorder, warn)
@@ -143,6 +143,15 @@ def _reporter(
     return Reporter(
         config, seat, engine, board, meter, recorder=recorder, show=show, log=log, observe=observe
     )
+
+
+def _first_checkpoint(config: Config, plan: Plan) -> int | None:
+    """From which step on this run can roll back, if it was asked to."""
+    if not config.health.rollback:
+        return None
+    if plan.source is not None and not plan.forked:
+        return plan.step
+    return plan.step + config.checkpoint.every if config.checkpoint.every else None
 
 
 def _observer(monitor: Monitor, warn: Callable[[int, str], None]) -> Callable[[int, float, bool], None]:

@@ -55,8 +55,7 @@ def committed(root: Path) -> list[Path]:
     """Committed checkpoints, newest first."""
     if not root.is_dir():
         return []
-    found = [(int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    return sorted((path for path in root.iterdir() if _NAME.fullmatch(path.name)), key=_step, reverse=True)
 
 
 def commit(
@@ -91,13 +90,24 @@ def sweep(root: Path) -> None:
 
 
 def retain(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep`. A folder is renamed first, so half of one is never taken for a
-    whole.
-    """
-    for path in committed(root)[keep:]:
+    """Remove all but the newest `keep`."""
+    _remove(root, committed(root)[keep:])
+
+
+def _remove(root: Path, paths: Sequence[Path]) -> None:
+    """A folder is renamed first, so half of one is never taken for a whole."""
+    for path in paths:
         doomed = root / f".draft-removed-{path.name}"
         path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+def forget_from(root: Path, step: int) -> None:
+    """Remove the checkpoints of `step` and later, if there are earlier ones to go back to."""
+    found = committed(root)
+    later = [path for path in found if _step(path) >= step]
+    if len(later) < len(found):
+        _remove(root, later)
 
 
 def manifest(path: Path) -> Manifest:
@@ -189,6 +199,10 @@ def locate(source: str | Path) -> Path:
     raise CheckpointError(
         f"There is no usable checkpoint in '{source}'. Name a run folder or a step-N folder."
     )
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _set_aside(path: Path) -> Path:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.data.tokenizer import Tokenizer
 from slipstream.errors import CheckpointError, UserError
-from slipstream.models.stages import build_model
+from slipstream.models.stages import Stage, build_model
+from slipstream.train.decode import Decoder
 from slipstream.train.master import load_master
 
 
@@ -22,7 +23,7 @@ from slipstream.train.master import load_master
 class Trained:
     """A run ready to write text."""
 
-    model: nn.Module
+    model: Stage
     tokenizer: Tokenizer
     step: int
     sequence: int
@@ -42,9 +43,8 @@ def load_trained(run: str | Path, device: str = "cpu") -> Trained:
     return Trained(model.eval(), Tokenizer.load(master.tokenizer), master.step, master.config.data.sequence)
 
 
-@torch.no_grad()
 def sample(
-    model: nn.Module,
+    model: Stage,
     prompt: list[int],
     tokens: int,
     *,
@@ -54,19 +54,38 @@ def sample(
     seed: int = 0,
     end: int | None = None,
 ) -> Iterator[int]:
-    """Token by token. The window slides: at most `sequence` tokens of context, as in training."""
+    """Token by token, from at most `sequence` tokens of context, as in training.
+
+    When the context is full its older half is dropped and the rest read again, so that a token costs one row of
+    the model and not the whole window.
+    """
     if temperature < 0 or top_k < 0:
         raise UserError(f"temperature = {temperature} and top_k = {top_k} must not be negative.")
-    device = next(model.parameters()).device
-    generator = torch.Generator(device=device).manual_seed(seed)
-    context = torch.tensor([prompt], dtype=torch.int64, device=device)
-    for _ in range(tokens):
-        logits = model(context[:, -sequence:])[0, -1].float()
-        token = _choose(logits, temperature, top_k, generator)
+    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
+    decoder = Decoder(model, sequence)
+    context = _last_document(model, prompt)[-sequence:]
+    logits = decoder.feed(context)
+    for made in range(1, tokens + 1):
+        token = _choose(logits.float(), temperature, top_k, generator)
         if token == end:
             return
         yield token
-        context = torch.cat([context, torch.tensor([[token]], device=device)], dim=1)
+        if made == tokens:
+            return
+        context = [*context[-sequence:], token]
+        if decoder.length == decoder.capacity:
+            decoder.forget()
+            logits = decoder.feed(context[-max(1, sequence // 2) :])
+        else:
+            logits = decoder.feed([token])
+
+
+def _last_document(model: Stage, prompt: list[int]) -> list[int]:
+    """What the last token of the prompt can see."""
+    if not model.config.document_mask:
+        return prompt
+    ends = [i for i, token in enumerate(prompt[:-1]) if token == model.config.end_of_document]
+    return prompt[ends[-1] + 1 :] if ends else prompt
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:

@@ -1,7 +1,7 @@
 """Is the run still well? Spikes, non-finite updates, and silent divergence of what must be equal.
 
     spike      loss > mean + k * deviation of the recent losses
-    failure    more non-finite updates in a row than allowed
+    failure    as many non-finite updates in a row as count; with rollback, a spike
     divergence replicas over the data axis, tied weights or banks whose bits differ
 
 A bit-level checksum of a tensor is the sum of its bytes' words, plain and weighted by position, both modulo
@@ -27,10 +27,16 @@ WARM_UP = 16  # losses seen before a spike can be told from the steep start
 
 @dataclass
 class Monitor:
-    """Watches the losses and norms of finished steps."""
+    """Watches the losses and norms of finished steps. A failure is remembered: stages hear of it some groups
+    later, and what came in between may look well again."""
 
     spike: float
     max_skipped: int
+    spike_fails_after: int | None = (
+        None  # from then on a spike is a failure too: there is something to go back to
+    )
+    failed_at: int | None = None  # the first step of what failed
+    failure: str = ""
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _skipped_in_a_row: int = 0
 
@@ -39,28 +45,31 @@ class Monitor:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if skipped:
             count = self._skipped_in_a_row
+            if count == self.max_skipped:
+                self._fail(step - count + 1, f"{count} updates in a row were not finite.")
             return f"Update {step} was not finite and was skipped on all stages ({count} in a row)."
-        warning = None
-        if self.spike and len(self._recent) >= WARM_UP:
-            mean = sum(self._recent) / len(self._recent)
-            deviation = math.sqrt(sum((x - mean) ** 2 for x in self._recent) / len(self._recent))
-            if loss > mean + self.spike * max(deviation, 1e-3 * abs(mean)):
-                warning = (
-                    f"Loss {loss:.4f} at step {step} is {(loss - mean) / max(deviation, 1e-12):.0f} "
-                    "deviations above "
-                    f"its recent mean {mean:.4f}."
-                )
+        warning = self._spike(step, loss)
+        if warning is not None and self.spike_fails_after is not None and step > self.spike_fails_after:
+            self._fail(step, warning)
         self._recent.append(loss)
         return warning
 
-    @property
-    def failed(self) -> bool:
-        return bool(self.max_skipped) and self._skipped_in_a_row >= self.max_skipped
+    def _spike(self, step: int, loss: float) -> str | None:
+        if not self.spike or len(self._recent) < WARM_UP:
+            return None
+        mean = sum(self._recent) / len(self._recent)
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in self._recent) / len(self._recent))
+        deviation = max(deviation, 1e-3 * abs(mean))
+        if loss <= mean + self.spike * deviation:
+            return None
+        return (
+            f"Loss {loss:.4f} at step {step} is {(loss - mean) / deviation:.0f} deviations above its recent mean "
+            f"{mean:.4f}."
+        )
 
-    def forget(self) -> None:
-        """After a rollback the past is another one."""
-        self._recent.clear()
-        self._skipped_in_a_row = 0
+    def _fail(self, step: int, why: str) -> None:
+        if self.failed_at is None:
+            self.failed_at, self.failure = step, why
 
 
 def checksum(tensors: Iterable[Tensor]) -> str:

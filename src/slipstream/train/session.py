@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,17 @@ from slipstream.distributed import (
     partitioned,
     started_by_torchrun,
 )
-from slipstream.errors import UserError
-from slipstream.train import build, closing
+from slipstream.errors import StageError, UserError
+from slipstream.train import build, checkpoint, closing
 from slipstream.train import folder as folders
 from slipstream.train.assemble import assemble, seat_of
 from slipstream.train.board import Board, LocalBoard, SharedBoard
 from slipstream.train.folder import Plan
 from slipstream.train.reporter import Seat
+from slipstream.train.stopping import stop_signals
 from slipstream.train.trainer import Outcome, train
+
+MAX_FRUITLESS = 3  # rollbacks to the same checkpoint before a run gives up
 
 
 def start(config: Config) -> None:
@@ -71,29 +75,58 @@ def run_rank(world: World | None, tree: dict[str, Any]) -> dict[str, Any]:
     board: Board = LocalBoard() if world is None else SharedBoard(world.store, config.train.timeout_seconds)
     seat = seat_of(config, world)
     data = build.data_folder(config)
-    seen: int | None = None  # data groups used before a rollback; none of them is used again
-    with ExitStack() as held:
+    rolled: Rollback | None = None
+    with stop_signals() as asked, ExitStack() as held:
         for attempt in itertools.count():
             own_board = board.under(f"attempt-{attempt}")
             if seat.leader and attempt == 0:
                 _lock(config, own_board, held)
-            plan = _agree_on_plan(config, seat, data, own_board, seen)
+            plan = _agree_on_plan(config, seat, data, own_board, rolled)
             if plan.finished:
                 if seat.leader:
                     closing.say_finished(Path(config.run.dir), plan.step)
                 return {"step": plan.step, "reason": "finished", "validation_loss": None}
-            outcome = _attempt(config, world, seat, data, plan, own_board)
+            outcome = _attempt(config, world, seat, data, plan, own_board, asked)
             if outcome.reason != "rollback":
                 return dataclasses.asdict(outcome)
-            seen = outcome.step + plan.data_offset
+            rolled = _rolled_back(outcome, plan, rolled)
     raise AssertionError("unreachable")
 
 
+@dataclasses.dataclass(frozen=True)
+class Rollback:
+    """Why the last attempt ended, for the next one. Ranks see the same steps, so they agree on it."""
+
+    seen: int  # data groups used up to then; none of them is used again
+    failed_at: int  # the step that showed it: only checkpoints before it are gone back to
+    began_at: int  # where the attempt had started from
+    fruitless: int  # attempts in a row that ended without getting to a newer checkpoint
+
+
+def _rolled_back(outcome: Outcome, plan: Plan, last: Rollback | None) -> Rollback:
+    assert outcome.failed_at is not None
+    again = last is not None and last.began_at == plan.step
+    fruitless = last.fruitless + 1 if last is not None and again else 1
+    if fruitless > MAX_FRUITLESS:
+        raise StageError(
+            f"{fruitless} attempts from step {plan.step}, each on new data, failed; the last at step "
+            f"{outcome.failed_at}. It is not the data: lower optim.lr, raise optim.warmup, or start from an earlier "
+            "checkpoint."
+        )
+    return Rollback(outcome.step + plan.data_offset, outcome.failed_at, plan.step, fruitless)
+
+
 def _attempt(
-    config: Config, world: World | None, seat: Seat, data: Path, plan: Plan, board: Board
+    config: Config,
+    world: World | None,
+    seat: Seat,
+    data: Path,
+    plan: Plan,
+    board: Board,
+    asked: threading.Event,
 ) -> Outcome:
     with assemble(config, world, seat, data, plan, board) as parts:
-        outcome = train(parts, plan.step, plan.data_offset)
+        outcome = train(parts, plan.step, plan.data_offset, asked)
         closing.close(parts, outcome)
     return outcome
 
@@ -106,17 +139,23 @@ def _lock(config: Config, board: Board, held: ExitStack) -> None:
         raise
 
 
-def _agree_on_plan(config: Config, seat: Seat, data: Path, board: Board, seen: int | None) -> Plan:
+def _agree_on_plan(config: Config, seat: Seat, data: Path, board: Board, rolled: Rollback | None) -> Plan:
     """The leader decides; the others take its word."""
+    folder = Path(config.run.dir)
     if seat.leader:
         try:
             train_data, _ = build.datasets(config, data)
-            plan = folders.plan(Path(config.run.dir), config, train_data.fingerprint())
-            if seen is not None:
+            if rolled is not None:
+                checkpoint.forget_from(folders.checkpoints(folder), rolled.failed_at)
+            plan = folders.plan(folder, config, train_data.fingerprint())
+            if rolled is not None:
                 note = (
-                    f"Rolled back to step {plan.step}; the data groups up to {seen - 1} are not used again."
+                    f"Rolled back to step {plan.step} because of step {rolled.failed_at}; the data groups up to "
+                    f"{rolled.seen - 1} are not used again."
                 )
-                plan = dataclasses.replace(plan, data_offset=seen - plan.step, notes=(*plan.notes, note))
+                plan = dataclasses.replace(
+                    plan, data_offset=rolled.seen - plan.step, notes=(*plan.notes, note)
+                )
         except UserError as error:
             board.post("plan", {"error": str(error)})
             raise

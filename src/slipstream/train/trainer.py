@@ -8,10 +8,8 @@ drained.
 
 from __future__ import annotations
 
-import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,9 +63,10 @@ class Outcome:
     step: int
     reason: str
     validation_loss: float | None = None
+    failed_at: int | None = None  # of a rollback: the step that asked for it
 
 
-def train(parts: Parts, step: int, data_offset: int) -> Outcome:
+def train(parts: Parts, step: int, data_offset: int, asked: threading.Event) -> Outcome:
     """Train from `step` to the end, or until a stop is asked for and saved."""
     config, engine, reporter = parts.config, parts.engine, parts.reporter
     total, eval_every = config.train.steps, config.train.eval_every
@@ -75,9 +74,9 @@ def train(parts: Parts, step: int, data_offset: int) -> Outcome:
     engine.after_update = saver.after_update
     tracing = Tracing(engine, parts.board, parts.recorder, parts.seat, config.train.timeline_at)
     reporter.start(step)
-    with _stop_signals() as asked, batches.ahead(parts.train_data, parts.place, step + data_offset) as loader:
+    with batches.ahead(parts.train_data, parts.place, step + data_offset) as loader:
         while step < total:
-            if asked.is_set() or parts.monitor.failed:
+            if asked.is_set() or parts.monitor.failed_at is not None:
                 engine.request_stop()
             if engine.stopping():
                 break
@@ -97,7 +96,7 @@ def train(parts: Parts, step: int, data_offset: int) -> Outcome:
             saver.save(step)
         loss = _validate(parts, step) if reason == "finished" else None
         parts.writer.finish()
-    return Outcome(step, reason, loss)
+    return Outcome(step, reason, loss, parts.monitor.failed_at if reason == "rollback" else None)
 
 
 def submit(parts: Parts, step: int, batch: batches.Batch) -> None:
@@ -181,7 +180,7 @@ class _Saver:
 def _agree_on_reason(parts: Parts, step: int) -> str:
     """All ranks stopped at the same step; the leader says why."""
     if parts.seat.leader:
-        if not parts.monitor.failed:
+        if parts.monitor.failed_at is None:
             reason = "signal"
         elif parts.config.health.rollback and checkpoint.committed(parts.root):
             reason = "rollback"
@@ -191,24 +190,7 @@ def _agree_on_reason(parts: Parts, step: int) -> str:
     (reason,) = parts.board.wait(f"stop/{step}")
     if reason == "failure":
         raise StageError(
-            f"{parts.config.health.max_skipped} updates in a row were not finite; stopped at step {step}. "
-            "Lower "
-            "optim.lr, raise optim.warmup, or set health.rollback=true to go back and skip the data."
+            f"{parts.monitor.failure} Stopped at step {step}. Lower optim.lr, raise optim.warmup, or set "
+            "health.rollback=true (it needs a checkpoint) to go back and skip the data."
         )
     return reason
-
-
-@contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """SIGTERM and SIGINT ask for a stop; outside the main thread (tests) nothing is installed."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    before = {number: signal.signal(number, lambda *_: asked.set()) for number in numbers}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,0 +1,72 @@
+"""What a rank does in place of `run_rank` when something is to go wrong inside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slipstream.distributed import World
+from slipstream.train import batches, build, health, session
+
+MARK = -1  # in the targets' last column: this group goes wrong
+
+
+def poison(patch: Any, groups: dict[int, str]) -> None:
+    """Data groups that give a loss that is not finite ("nan") or far too large ("spike").
+
+    A marker rides in their token counts; `patch(module, name, value)` is how a function is replaced.
+    """
+    load = batches.load
+
+    def marked(dataset, group, place):
+        batch = load(dataset, group, place)
+        if group in groups and dataset.shuffle and batch.targets is not None:
+            batch.targets[:, -1] = MARK - (groups[group] == "spike")
+        return batch
+
+    patch(batches, "load", marked)
+    loss_function = build.loss_function
+
+    def loss(config):
+        inner = loss_function(config)
+        factor = {MARK: float("nan"), MARK - 1: 40.0}
+
+        def wrong(logits, targets):
+            mark = int(targets[0, -1])
+            if mark >= 0:
+                return inner(logits, targets)
+            whole = targets.clone()
+            whole[:, -1] = config.tokens_per_step
+            return inner(logits, whole) * factor[mark]
+
+        return wrong
+
+    patch(build, "loss_function", loss)
+
+
+def poisoned_rank(world: World, tree: dict[str, Any], groups: dict[int, str]) -> dict[str, Any]:
+    kept = [(batches, "load", batches.load), (build, "loss_function", build.loss_function)]
+    poison(setattr, groups)
+    try:
+        return session.run_rank(world, tree)
+    finally:
+        for module, name, value in kept:
+            setattr(module, name, value)
+
+
+def diverged_rank(world: World, tree: dict[str, Any], rank: int, what: str, name: str) -> dict[str, Any]:
+    """One bit of one rank's `master` or newest bank is wrong when it is hashed."""
+    original = health.fingerprint
+
+    def flipped(state, tied):
+        held = state["master"] if what == "master" else state["banks"][max(state["banks"], key=int)]
+        if world.rank == rank:
+            held[name].view(torch.int32).view(-1)[0] ^= 1
+        return original(state, tied)
+
+    health.fingerprint = flipped
+    try:
+        return session.run_rank(world, tree)
+    finally:
+        health.fingerprint = original

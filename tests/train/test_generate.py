@@ -1,0 +1,88 @@
+"""Text from a model: the memory of keys and values changes nothing but the time it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+import torch
+from tests.train.test_export import SHAPES, scrambled
+
+from slipstream.errors import UserError
+from slipstream.models.sizes import PRESETS
+from slipstream.models.stages import build_model
+from slipstream.train.decode import Decoder
+from slipstream.train.generate import sample
+
+TOKENS = torch.randint(0, 97, (24,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def direct(model, context: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([context]))[0, -1]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("prompt", [1, 7])
+def test_logits_are_those_of_the_whole_context(name, prompt):
+    model = scrambled(SHAPES[name]).double()
+    decoder = Decoder(model, len(TOKENS))
+    logits = decoder.feed(TOKENS[:prompt])
+    for end in range(prompt, len(TOKENS)):
+        expected = direct(model, TOKENS[:end])
+        assert expected.std() > 0.1
+        torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
+        logits = decoder.feed([TOKENS[end]])
+
+
+def test_the_next_document_sees_nothing_of_the_last():
+    config = dataclasses.replace(SHAPES["llama tied"], document_mask=True, end_of_document=5)
+    model = scrambled(config).double()
+    decoder = Decoder(model, 16)
+    for end, token in enumerate([5, 8, 9, 5, 11, 12], start=1):
+        logits = decoder.feed([token])
+        expected = direct(model, [5, 8, 9, 5, 11, 12][:end])
+        torch.testing.assert_close(
+            logits, expected, rtol=0, atol=1e-6
+        )  # angles at other positions, in float32
+    by_hand = list(sample(model, [8, 9, 5, 11], 4, sequence=16, temperature=0))
+    context = [8, 9, 5, 11]
+    for token in by_hand:
+        assert token == int(direct(model, context).argmax())
+        context.append(token)
+
+
+def test_greedy_text_is_that_of_the_model_and_the_window_halves_when_it_is_full():
+    model = scrambled(SHAPES["llama tied"]).double()
+    made = list(sample(model, TOKENS[:5], 20, sequence=8, temperature=0))
+    window = TOKENS[:5]
+    for token in made:
+        assert token == int(direct(model, window).argmax())
+        window = [*window, token]
+        if len(window) > 8:
+            window = window[-4:]
+    assert len(made) == 20
+
+
+def test_an_end_mark_a_seed_and_bad_settings():
+    model = scrambled(SHAPES["llama tied"])
+    options = {"sequence": 16, "temperature": 1.0, "top_k": 0}
+    one = list(sample(model, [1, 2], 30, seed=4, **options))
+    assert list(sample(model, [1, 2], 30, seed=4, **options)) == one
+    assert list(sample(model, [1, 2], 30, seed=5, **options)) != one
+    assert list(sample(model, [1, 2], 30, seed=4, end=one[9], **options)) == one[: one.index(one[9])]
+    with pytest.raises(UserError, match="must not be negative"):
+        list(sample(model, [1], 3, sequence=8, temperature=-1))
+
+
+def test_two_hundred_tokens_of_the_default_model_are_quick():
+    model = build_model(PRESETS["cpu-default"], seed=0).eval()
+    list(sample(model, [1, 2, 3], 2, sequence=128))
+    began = time.process_time()
+    assert len(list(sample(model, [1, 2, 3], 200, sequence=128))) == 200
+    with_memory = time.process_time() - began
+    began = time.process_time()
+    for _ in range(10):
+        direct(model, list(range(128)))
+    assert with_memory < (time.process_time() - began) * 20 / 2, "at least twice as fast as whole windows"

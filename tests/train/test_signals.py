@@ -1,0 +1,144 @@
+"""A stop may be asked for at any moment, of any rank or of the command: the run saves, ends well, and goes on later."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from tests.train.conftest import Runs, assert_equal_weights
+
+SETTINGS = ["train.steps=60", "train.eval_every=15", "health.hash_every=5"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, data, pool) -> Runs:
+    made = Runs(tmp_path_factory.mktemp("undisturbed"), data, pool)
+    made.train("run", "pipeline.schedule=emulate", *SETTINGS)
+    return made
+
+
+def assert_same_run(runs: Runs, undisturbed: Runs) -> None:
+    assert_equal_weights(runs.weights("run"), undisturbed.weights("run"))
+    assert runs.steps("run") == list(range(1, 61))
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))])
+def test_at_any_moment_on_any_rank(runs, undisturbed, seed):
+    """While ranks meet, build, load, train, validate, save or close: they stop at one step, and exit well."""
+    chance = random.Random(seed)
+    stops = []
+    for attempt in range(40):
+        over = threading.Event()
+        delay = chance.random() * 1.5
+        who = chance.choice([[0], [1], [0, 1]])
+
+        def ask(over=over, delay=delay, who=who, attempt=attempt) -> None:
+            if attempt < 30 and not over.wait(delay):
+                for index in who:
+                    os.kill(runs.pool._workers[index].pid, signal.SIGTERM)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        try:
+            every = f"checkpoint.every={chance.choice([0, 10])}"
+            outcome = runs.train("run", "pipeline.stages=2", *SETTINGS, every)
+        finally:
+            over.set()
+            thread.join()
+        if outcome["reason"] == "finished":
+            break
+        assert outcome["reason"] == "signal"
+        stops.append(outcome["step"])
+    assert stops == sorted(stops)
+    assert_same_run(runs, undisturbed)
+
+
+def command(runs: Runs, *overrides: str) -> list[str]:
+    paths = [f"run.dir={runs.folder / 'run'}", f"data.path={runs.data}"]
+    from tests.train.conftest import TINY
+
+    arguments = [*TINY, *SETTINGS, "checkpoint.every=0", "pipeline.stages=2", *paths, *overrides]
+    return [sys.executable, "-m", "slipstream", "train", *arguments]
+
+
+def started(runs: Runs, *overrides: str) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        command(runs, *overrides),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, process_group=0,
+    )  # fmt: skip
+
+
+def children(process: subprocess.Popen) -> list[int]:
+    try:
+        return [
+            int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ]
+    except FileNotFoundError:
+        return []
+
+
+def ended(process: subprocess.Popen) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=120)
+    return process.returncode, output
+
+
+def test_a_command_that_is_still_starting_its_workers(runs, undisturbed):
+    process = started(runs)
+    deadline = time.monotonic() + 60
+    while not children(process) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGTERM)  # the first worker has just been born; the second has not
+    code, output = ended(process)
+    assert code == 0, output
+    assert "Stopped at step 2, saved. The same command resumes it." in output
+    assert runs.train("run", "pipeline.stages=2", *SETTINGS)["reason"] == "finished"
+    assert_same_run(runs, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.5 * k for k in range(1, 15)])
+@pytest.mark.parametrize("kind", ["SIGTERM", "Ctrl-C"])
+def test_the_command_at_any_moment(runs, undisturbed, delay, kind):
+    """Ctrl-C reaches every process of the terminal's group; SIGTERM the command alone."""
+    process = started(runs)
+    time.sleep(delay)
+    if process.poll() is None:
+        if kind == "Ctrl-C":
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.send_signal(signal.SIGTERM)
+    code, output = ended(process)
+    began = (runs.folder / "run" / "config.toml").exists()
+    assert code == 0 or not began, output  # before there is a run, the command simply dies
+    assert "Traceback" not in output or not began, output
+    assert runs.train("run", "pipeline.stages=2", *SETTINGS)["reason"] == "finished"
+    assert_same_run(runs, undisturbed)
+
+
+def test_a_second_signal_kills(runs, undisturbed):
+    process = started(
+        runs, "train.steps=100000", "checkpoint.every=10", "optim.schedule=constant", "optim.warmup=0"
+    )
+    deadline = time.monotonic() + 60
+    while max(runs.steps("run"), default=0) < 12 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    workers = children(process)
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)  # they cannot answer the first one
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    code, output = ended(process)
+    assert code == 2
+    assert "SIGKILL" in output
+    assert len(workers) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
