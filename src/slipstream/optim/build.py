@@ -101,10 +101,10 @@ RECIPES: dict[str, Recipe] = {
         on_shards=False,
     ),
     "scion": Recipe(
-        {"lr": 0.018, "weight_decay": 0.0, "momentum": 0.9, "lookahead": 0, "scale": "spectral", "steps": 5}
+        {"lr": 0.018, "weight_decay": 0.02, "momentum": 0.9, "lookahead": 0, "scale": "spectral", "steps": 5}
         | {**_ADAMW_REST, "adamw_lr": 1e-3},
-        "Pethick et al. 2025, unconstrained: lr is their 3.6e-4 times their radius 50 for hidden matrices; "
-        "weight_decay = 1 / radius makes it their constrained form",
+        "Pethick et al. 2025, examples/modded-nanogpt of LIONS-EPFL/scion: lr 3.6e-4 times radius 50, decay 1 / radius "
+        "(their constrained form; 0: unconstrained), momentum 1 - 0.1; their sign rule for the head is AdamW here",
         _spectral,
     ),
     "soap": Recipe(

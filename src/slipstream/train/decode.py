@@ -9,9 +9,9 @@ Shapes: T tokens fed at once, H query heads, K key-value heads, h head width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -59,8 +59,7 @@ class Decoder:
         assert model.norm is not None
         assert model.head is not None
         x = model.embedding(torch.tensor([tokens], device=model.embedding.weight.device))
-        layers: Iterable[Any] = model.layers.values()
-        for layer, past in zip(layers, self._past, strict=True):
+        for layer, past in zip(cast("list[Any]", list(model.layers.values())), self._past, strict=True):
             x = x + self._attend(layer.attention, layer.attention_norm(x), past)
             rows = layer.mlp_norm(x)
             x = x + (layer.moe(rows)[0] if model.config.experts else layer.mlp(rows))
