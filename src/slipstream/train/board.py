@@ -61,19 +61,22 @@ class LocalBoard:
 
 
 class SharedBoard:
-    """The board of several ranks, on their store. Values travel as JSON."""
+    """The board of several ranks, on their store. Values travel as JSON; a rank's own it knows without asking."""
 
     def __init__(self, store: dist.Store, timeout_seconds: float) -> None:
         self._store = dist.PrefixStore("board", store)
         self._timeout = timeout_seconds
+        self._own: dict[str, str] = {}
 
     def post(self, key: str, value: Any) -> None:
-        self._store.set(key, json.dumps(value))
+        self._own[key] = json.dumps(value)
+        self._store.set(key, self._own[key])
 
     def read(self, *keys: str) -> list[Any] | None:
-        if not self._store.check(list(keys)):
+        others = [key for key in keys if key not in self._own]
+        if others and not self._store.check(others):
             return None
-        return [json.loads(self._store.get(key)) for key in keys]
+        return [json.loads(self._own[key] if key in self._own else self._store.get(key)) for key in keys]
 
     def wait(self, *keys: str) -> list[Any]:
         # Polled, not `store.wait`: a blocking call would hold the connection that the checkpoint thread
@@ -88,7 +91,8 @@ class SharedBoard:
         return found
 
     def remove(self, key: str) -> None:
-        self._store.delete_key(key)
+        if self._own.pop(key, None) is not None:
+            self._store.delete_key(key)
 
     def under(self, name: str) -> SharedBoard:
         return SharedBoard(dist.PrefixStore(name, self._store), self._timeout)

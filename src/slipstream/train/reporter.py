@@ -105,10 +105,12 @@ class Reporter:
                 item.norm = self._engine.grad_norm(item.step - 1)
         while self._pending:
             item = self._pending[0]
+            if item.norm is None:
+                assert not finish, f"step {item.step} has no gradient norm after a drain"
+                return
             keys = [f"loss/{item.step}/{rank}" for rank in range(self._seat.data_ranks)]
             shares = self._board.wait(*keys) if finish else self._board.read(*keys)
-            if shares is None or item.norm is None:
-                assert not finish, f"step {item.step} has no gradient norm after a drain"
+            if shares is None:
                 return
             self._pending.popleft()
             self._report(item, sum(shares) / len(shares))
