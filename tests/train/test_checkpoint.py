@@ -116,6 +116,25 @@ def test_commit_waits_for_every_piece_and_for_the_log(tmp_path):
     assert [list(tree["master"]) for tree in trees] == [["a"], ["b"]]
 
 
+def test_a_full_queue_lets_the_loop_write_the_events_a_commit_waits_for(tmp_path):
+    """With checkpoints faster than events, the loop would wait for the writer and the writer for the loop."""
+    logged: set[int] = set()
+
+    def wait(step: int, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
+        while step not in logged and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return step in logged
+
+    (writer,), events, failures = writers(tmp_path, 1, keep=9, logged=wait)
+    for step in range(1, 7):
+        writer.submit(step, state(step), {}, lambda step=step: logged.update(range(step)))
+    logged.update(range(7))
+    writer.finish()
+    assert [step for step, _ in events] == [1, 2, 3, 4, 5, 6]
+    assert failures == []
+
+
 def test_retention_keeps_the_newest(tmp_path):
     save(tmp_path, 1, 2, 10, 11, keep=2)
     assert [path.name for path in checkpoint.committed(tmp_path)] == ["step-00000011", "step-00000010"]

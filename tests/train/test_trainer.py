@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import signal
+import sys
 import threading
 import time
 
@@ -14,6 +16,7 @@ import torch
 from tests.train.conftest import assert_equal_weights
 
 from slipstream.errors import CheckpointError, StageError, UserError
+from slipstream.metrics.record import Recorder
 from slipstream.train import checkpoint, folder
 
 
@@ -171,6 +174,25 @@ def test_a_damaged_checkpoint_is_passed_over(runs, reference):
         runs.train("run", "pipeline.schedule=emulate", "checkpoint.keep=3")
 
 
+def test_a_disk_that_fills_up_is_a_clear_error_and_loses_nothing(runs, reference, monkeypatch):
+    """Not even the log can be written: the run ends in words, and goes on from its checkpoint when there is room."""
+    write = Recorder.write
+
+    def full(self, event, step, **values):
+        if event == "step" and step == 7:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(self, event, step, **values)
+
+    monkeypatch.setattr(Recorder, "write", full)
+    with pytest.raises(UserError, match=r"No space left on device.*the same command goes on from the newest"):
+        runs.train("run", "pipeline.schedule=emulate")
+    monkeypatch.undo()
+    assert runs.train("run", "pipeline.schedule=emulate")["reason"] == "finished"
+    assert runs.events("run", "start")[-1]["step"] == 4
+    assert_equal_weights(runs.weights("run"), reference.weights("2bw"))
+    assert runs.steps("run") == list(range(1, 13))
+
+
 def test_a_switch_of_schedule_is_explicit_and_logged(runs):
     runs.train("run", "pipeline.stages=2", "checkpoint.keep=3")
     for path in checkpoint.committed(runs.folder / "run" / "checkpoints")[:1]:
@@ -265,9 +287,11 @@ def test_experts_at_every_depth(runs):
         (["optim.correction=eror_feedback"], "Did you mean 'error_feedback'"),
         (["optim.options.nesterovv=true"], "no option"),
         (["run.fork_from=/nowhere"], "no usable checkpoint"),
+        (['train.trackers=["wandb"]'], "wandb, which is not installed"),
     ],
 )
-def test_bad_input_is_a_clear_error(runs, overrides, words):
+def test_bad_input_is_a_clear_error(runs, monkeypatch, overrides, words):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as where it is not installed
     with pytest.raises(UserError, match=words):
         runs.train("run", "pipeline.schedule=emulate", *overrides)
     assert runs.steps("run") == []

@@ -8,6 +8,7 @@ never changes: a start that would change it is refused with the difference shown
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -16,7 +17,8 @@ import secrets
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -42,6 +44,20 @@ class Plan:
     data_fingerprint: str
     nonce: str  # names this attempt's drafts
     notes: Sequence[str] = ()
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """A disk that is full or may not be written is the user's to mend, and costs no finished checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+            raise
+        raise UserError(
+            f"run.dir '{folder}' cannot be written: {error.strerror}. Finished checkpoints are untouched: make room, "
+            "then the same command goes on from the newest."
+        ) from error
 
 
 def checkpoints(folder: Path) -> Path:

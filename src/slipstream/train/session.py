@@ -76,7 +76,7 @@ def run_rank(world: World | None, tree: dict[str, Any]) -> dict[str, Any]:
     seat = seat_of(config, world)
     data = build.data_folder(config)
     rolled: Rollback | None = None
-    with stop_signals() as asked, ExitStack() as held:
+    with stop_signals() as asked, folders.disk_errors(Path(config.run.dir)), ExitStack() as held:
         for attempt in itertools.count():
             own_board = board.under(f"attempt-{attempt}")
             if seat.leader and attempt == 0:

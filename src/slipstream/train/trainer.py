@@ -150,7 +150,8 @@ class _Saver:
             return
         self._saved = step
         if self._parts.seat.data_rank == 0 or self._parts.config.pipeline.shard_optimizer:
-            self._parts.writer.submit(step, snapshot(self._parts.engine.capture()), self._meta)
+            state = snapshot(self._parts.engine.capture())
+            self._parts.writer.submit(step, state, self._meta, self._parts.reporter.poll)
 
     def check_hashes(self, *, finish: bool = False) -> None:
         """The leader compares what all ranks posted, when they have; a difference ends the run by name."""

@@ -53,11 +53,23 @@ class Writer:
     _last_failure: CheckpointError | None = None
     _closed: threading.Event = field(default_factory=threading.Event)
 
-    def submit(self, step: int, tree: dict[str, Any], meta: dict[str, Any]) -> None:
+    def submit(
+        self,
+        step: int,
+        tree: dict[str, Any],
+        meta: dict[str, Any],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Hand over a snapshot. While there is no room for it `meanwhile` is called: the snapshot before it may be
+        waiting for events that only the caller can write."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
             self._thread.start()
-        self._jobs.put((step, tree, meta))
+        while True:
+            try:
+                return self._jobs.put((step, tree, meta), timeout=POLL_SECONDS)
+            except queue.Full:
+                meanwhile()
 
     def finish(self) -> None:
         """Wait for everything submitted. Raises if the newest attempt failed: then the last state is not
