@@ -72,15 +72,14 @@ class Decoder:
     def _attend(self, attention: Attention, x: Tensor, past: _Past) -> Tensor:
         count, end = x.shape[1], self.length + x.shape[1]
         cos, sin = (part[self.length : end] for part in self._table)
-        q = attention.q(x).view(1, count, attention.heads, attention.head_dim)
-        k = attention.k(x).view(1, count, attention.kv_heads, attention.head_dim)
-        v = attention.v(x).view(1, count, attention.kv_heads, attention.head_dim)
+        linears = (attention.q, attention.k, attention.v)
+        q, k, v = (linear(x).view(1, count, -1, attention.head_dim) for linear in linears)
         if attention.qk_norm:
             q, k = attention.q_norm(q), attention.k_norm(k)
-        past.keys[:, :, self.length : end] = rotate(k.transpose(1, 2), cos, sin)
+        past.keys[:, :, self.length : end] = rotate(k, cos, sin).transpose(1, 2)
         past.values[:, :, self.length : end] = v.transpose(1, 2)
         out = F.scaled_dot_product_attention(
-            rotate(q.transpose(1, 2), cos, sin),
+            rotate(q, cos, sin).transpose(1, 2),
             past.keys[:, :, :end],
             past.values[:, :, :end],
             is_causal=count > 1,

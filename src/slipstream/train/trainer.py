@@ -8,6 +8,7 @@ drained.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 
 from slipstream.config import Config
 from slipstream.data.tokens import TokenDataset
-from slipstream.errors import StageError
+from slipstream.errors import CheckpointError, StageError
 from slipstream.metrics.progress import Show
 from slipstream.metrics.record import Recorder
 from slipstream.models.sizes import ModelConfig
@@ -181,6 +182,8 @@ class _Saver:
 def _agree_on_reason(parts: Parts, step: int) -> str:
     """All ranks stopped at the same step; the leader says why."""
     if parts.seat.leader:
+        with contextlib.suppress(CheckpointError):  # reported already
+            parts.writer.finish()  # the checkpoint to go back to may still be on its way to the disk
         if parts.monitor.failed_at is None:
             reason = "signal"
         elif parts.config.health.rollback and checkpoint.committed(parts.root):
