@@ -9,12 +9,16 @@ so does the order within a turn, so that a machine that slows down slows down bo
 
 Timed between two calls of the engine, `warmup` and `warmup + updates` groups in: neither start, drain, validation nor
 checkpoints are in it.
+
+    python -m slipstream.train.overhead [--config RUN.TOML] [KEY=VALUE]...
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
+import json
 import tempfile
 import threading
 import time
@@ -22,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from slipstream.config import Config, from_tree
+from slipstream.config import Config, from_tree, load, resolve
 from slipstream.distributed import RankPool, World
 from slipstream.errors import UserError
 from slipstream.train import batches, build
@@ -57,7 +61,9 @@ def compare(config: Config, rounds: int, updates: int, warmup: int = 5) -> dict[
         for number in range(rounds):
             for name in CONTENDERS if number % 2 else CONTENDERS[::-1]:
                 tree = _quiet(config, Path(folder) / f"{name}-{number}", warmup + updates + 1).model_dump()
-                samples[name].append(pool.run(take_sample, tree, name, warmup, updates))
+                samples[name].append(
+                    pool.run("slipstream.train.overhead:take_sample", tree, name, warmup, updates)
+                )
     return _summary(samples)
 
 
@@ -140,3 +146,28 @@ def _summary(samples: dict[str, list[list[Cost]]]) -> dict[str, Any]:
         "cpu_ms": {name: min(values) for name, values in cpu.items()},
         "cpu_ratio": min(cpu["bare"]) / min(cpu["trainer"]),
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The trainer against the bare Schedule2BW, in turns.")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="the run to measure; default: the CPU's"
+    )
+    parser.add_argument("--config", help="a run's TOML file")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each; the median counts")
+    parser.add_argument("--updates", type=int, default=40, help="updates timed in a turn")
+    parser.add_argument("--json", dest="as_json", action="store_true")
+    given = parser.parse_args()
+    result = compare(resolve(load(given.config, given.overrides)), given.rounds, given.updates)
+    if given.as_json:
+        print(json.dumps(result, indent=2))
+        return
+    ms, cpu = result["ms"], result["cpu_ms"]
+    rounds = ", ".join(f"{ratio:.1%}" for ratio in result["ratios"])
+    print(f"bare Schedule2BW {ms['bare']:.1f} ms an update, trainer {ms['trainer']:.1f} ms")
+    print(f"the trainer runs at {result['ratio']:.1%} of the bare loop (rounds: {rounds})")
+    print(f"processor time an update, all ranks: bare {cpu['bare']:.1f} ms, trainer {cpu['trainer']:.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
