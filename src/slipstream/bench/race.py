@@ -26,6 +26,7 @@ from slipstream.metrics.events import Run, number, read_run
 from slipstream.metrics.report import write_report
 
 OURS = "2bw"
+NO_DELAY = ("optim.correction=none", "optim.sync_start=0", "optim.sync_finish=0")
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ def race(
 
 
 def _train(arguments: Sequence[str], schedule: str, folder: Path) -> None:
-    command = [sys.executable, "-m", "slipstream", "train", *arguments]
-    if subprocess.run([*command, f"pipeline.schedule={schedule}", f"run.dir={folder}"]).returncode:
+    own = [f"pipeline.schedule={schedule}", f"run.dir={folder}", *(NO_DELAY if schedule != OURS else ())]
+    command = [sys.executable, "-m", "slipstream", "train", *arguments, *own]
+    if subprocess.run(command).returncode:
         raise UserError(
             f"The run with {schedule} failed; its words are above, its logs in {folder}. "
             "Mend it and start the race again: runs that ended are kept."
