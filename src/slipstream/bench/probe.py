@@ -27,7 +27,7 @@ COPY_BYTES = 1 << 30
 TIMEOUT_SECONDS = 60.0
 
 
-def probe(count: int, products: int = 60) -> dict[str, Any]:
+def probe(count: int, products: int = 200) -> dict[str, Any]:
     """Measure and return everything, rates in TFLOP/s and GB/s; `products` matrix products a measurement."""
     with RankPool(1) as pool:
         (whole,) = pool.run(measure_whole, products * 3, timeout=TIMEOUT_SECONDS)

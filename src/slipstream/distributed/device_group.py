@@ -23,7 +23,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -74,7 +75,13 @@ def can_share(store: dist.Store, rank: int, size: int, device: torch.device) -> 
 
 
 class DeviceGroup(dist.ProcessGroup):
-    """One rank of such a group. Created by torch, in `init_process_group` and `new_group`."""
+    """One rank of such a group. Created by torch, in `init_process_group` and `new_group`.
+
+    A ring's events must outlive what the other rank's device has queued on them, so ranks shut their groups down
+    together, when all devices have settled (`world.py`).
+    """
+
+    alive: ClassVar[WeakSet[DeviceGroup]] = WeakSet()  # of this process: whoever leaves has to close them all
 
     def __init__(
         self,
@@ -99,6 +106,7 @@ class DeviceGroup(dist.ProcessGroup):
         self._readers: dict[int, RingReader] = {}
         self._posted: dict[int, deque[_Receive]] = {}
         store.set(f"door/{rank}", self._door.path)
+        DeviceGroup.alive.add(self)
 
     def getBackendName(self) -> str:
         return SHARED
@@ -227,10 +235,16 @@ class DeviceGroup(dist.ProcessGroup):
         rank, wire = self._door.admit(seconds)
         self._readers[rank] = RingReader(wire, self._maker)
 
-    def shutdown(self) -> None:
+    def hang_up(self) -> None:
+        """Close every wire, so that no rank waits for this one any more. The rings' memory stays until `shutdown`."""
         for end in [*self._writers.values(), *self._readers.values()]:
-            end.close()
+            end.hang_up()
         self._door.close()
+
+    def shutdown(self) -> None:
+        self.hang_up()
+        self._writers.clear()
+        self._readers.clear()
         self._folder.cleanup()
         super().shutdown()
 

@@ -3,8 +3,8 @@
 A send fills the next slot and sends one packet; it waits neither for the device nor for the reader. A receive waits
 for the packet (host to host), copies out of the slot on its own stream, and sends a packet back: the slot is empty
 again. Tensors are matched by order; their shapes are known to both ends, and a larger one, or a reader that is
-further behind than there are slots, makes the writer open larger memory: the ring grows to what is needed, and
-memory that was outgrown is given up when the reader has emptied it.
+further behind than there are slots, makes the writer open larger memory: the ring grows to what is needed. Slots that
+were outgrown live as long as the ring: that the reader's host is done with them does not mean that its device is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slipstream.distributed.slots import SlotMaker, Slots
 
-LEAST_SLOTS, MOST_SLOTS = 2, 128
+LEAST_SLOTS, MOST_SLOTS = 4, 128
 LEAST_BYTES = 1 << 20
 _PACKET_BYTES = 1 << 17
 _MEMORY, _FILLED, _EMPTIED = b"R", b"M", b"F"
@@ -35,6 +35,7 @@ class RingWriter:
         self._slots: Slots | None = None
         self._used = 0  # messages written into the current slots
         self._unread: deque[Slots] = deque()  # the memory of each message the reader has not emptied
+        self._outgrown: list[Slots] = []
 
     def send(self, tensor: Tensor) -> None:
         """Queue the copy into a slot and tell the reader."""
@@ -65,6 +66,8 @@ class RingWriter:
         return slots
 
     def _open(self, count: int, size: int, tensor: Tensor) -> Slots:
+        if self._slots is not None:
+            self._outgrown.append(self._slots)
         self._slots = self._maker.make(count, size, tensor.device)
         self._used = 0
         message, descriptors = self._slots.handles()
@@ -79,10 +82,9 @@ class RingWriter:
     def closed(self) -> bool:
         return hung_up(self._wire)
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        """Let the other end know that nothing more comes; the memory stays."""
         self._wire.close()
-        self._slots = None
-        self._unread.clear()
 
 
 class RingReader:
@@ -93,6 +95,7 @@ class RingReader:
         self._maker = maker
         self._slots: Slots | None = None
         self._used = 0
+        self._outgrown: list[Slots] = []
 
     def ready(self) -> bool:
         """Whether `receive` would find a message, or the other end gone, at once."""
@@ -118,7 +121,8 @@ class RingReader:
         if not packet:
             raise ConnectionError("closed by the other end")
         if packet[:1] == _MEMORY:
-            self._slots = None  # what it held has been emptied, so its owner may give it up
+            if self._slots is not None:
+                self._outgrown.append(self._slots)
             self._slots = self._maker.open(packet[1:], descriptors)
             self._used = 0
         return packet
@@ -126,9 +130,8 @@ class RingReader:
     def closed(self) -> bool:
         return hung_up(self._wire)
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
         self._wire.close()
-        self._slots = None
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,11 +16,18 @@ import torch
 import torch.distributed as dist
 
 from slipstream.distributed.affinity import pin
-from slipstream.distributed.device_group import SHARED, STAGED, can_share, register_backends
+from slipstream.distributed.device_group import (
+    SHARED,
+    STAGED,
+    DeviceGroup,
+    can_share,
+    register_backends,
+)
 from slipstream.errors import UserError
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 LEAVING_SECONDS = 60.0  # how long rank 0 waits for the others at the end
+FAILED_SECONDS = 3.0  # how long ranks that share a GPU wait for each other when one of them failed
 
 
 @dataclass(frozen=True)
@@ -97,13 +105,36 @@ def initialise(
         backend = _backend(rank, size, size, store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         world = World(rank, size, rank, store)
+    failed = True
     try:
         yield world
-        _leave_together(world)
+        failed = False
     finally:
+        _settle_together(world, failed)
+        if not failed:
+            _leave_together(world)
         # A group that lost a peer cannot always be closed.
         with contextlib.suppress(RuntimeError, ValueError):
             dist.destroy_process_group()
+
+
+def _settle_together(world: World, failed: bool) -> None:
+    """Ranks that share a GPU: nobody frees what another rank's device may still have to read."""
+    groups = list(DeviceGroup.alive)
+    DeviceGroup.alive.clear()
+    deadline = time.monotonic() + (FAILED_SECONDS if failed else LEAVING_SECONDS)
+    for group in groups if failed else ():
+        group.hang_up()  # the others give up as well, instead of waiting for this rank
+    with contextlib.suppress(RuntimeError):  # someone else is gone already, and tells its own story
+        if groups and torch.cuda.is_initialized():
+            done = torch.cuda.Event()
+            done.record()
+            while not done.query() and time.monotonic() < deadline:
+                time.sleep(0.001)
+        world.store.set(f"settled/{world.rank}", "")
+        if groups:
+            names = [f"settled/{rank}" for rank in range(world.size)]
+            world.store.wait(names, timedelta(seconds=max(0.1, deadline - time.monotonic())))
 
 
 def _leave_together(world: World) -> None:
