@@ -5,9 +5,9 @@
     waiting   one partition works; the streams of the others wait for it, as a stage waits for its neighbour
     together  all partitions work
 
-If partitions hold, `alone` is about 1/count of `whole`, `together` adds up to about `whole`, and one partition gets the
-same whether the others work, wait or rest: an idle partition does not speed up the others. Bandwidth is shared, and
-the copies show how much of it one partition can take.
+If partitions hold, `together` adds up to about `whole`, and one partition gets the same whether the others work, wait
+or rest: an idle partition does not speed up the others. What `alone` has beyond its share is lent by idle neighbours
+(power, so clocks). Bandwidth is shared, and the copies show how much of it one partition can take.
 """
 
 from __future__ import annotations
