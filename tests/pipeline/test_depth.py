@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.pipeline.depth import choose_in_flight
+from slipstream.pipeline.depth import choose_in_flight, effective_link_seconds
 from slipstream.schedule import Costs, build, simulate
 
 
@@ -28,3 +28,10 @@ def test_a_fast_link_keeps_the_least():
     assert choose_in_flight(8, 16, 0.03, 1e-5) == 8
     assert choose_in_flight(8, 8, 0.03, 0.003) == 8, "m leaves no room"
     assert choose_in_flight(8, 10, 0.03, 0.003) == 10
+
+
+def test_a_stage_that_is_often_late_gets_more_in_flight_on_a_host_than_on_a_device():
+    device, host = (effective_link_seconds(0.0, 0.030, 0.036, on_host) for on_host in (False, True))
+    assert choose_in_flight(2, 8, 0.030, device) == 3
+    assert choose_in_flight(2, 8, 0.030, host) == 4
+    assert effective_link_seconds(0.002, 0.030, 0.030, on_host=True) == 0.002

@@ -73,8 +73,9 @@ def run(
     contenders: Sequence[str] = tuple(CONTENDERS),
     timeout_seconds: float = 300.0,
     progress: Callable[[str], None] = lambda text: None,
+    out: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure each contender; everything `--json` prints."""
+    """Measure each contender; everything `--json` prints, also into `out` after each contender."""
     check(setting, contenders)
     on_gpu = setting.device == "cuda"
     name = torch.cuda.get_device_name() if on_gpu else "cpu"
@@ -96,7 +97,10 @@ def run(
                 row["tokens_per_second"] = setting.tokens_per_step / row["step_seconds"]
                 row["mfu"] = row["tokens_per_second"] * flops / peak if peak else None
             result["contenders"][contender] = row
-    return result | _ratios(result["contenders"])
+            result |= _ratios(result["contenders"])
+            if out is not None:
+                out.write_text(json.dumps(result, indent=1) + "\n")
+    return result
 
 
 def check(setting: Setting, contenders: Sequence[str]) -> None:

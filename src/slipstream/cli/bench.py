@@ -121,6 +121,7 @@ def train(
         str, typer.Option(help="Any of ours,ours_sync,hf_compiled,hf_eager.")
     ] = "ours,ours_sync,hf_compiled,hf_eager",
     timeout: Annotated[float, typer.Option(help="Seconds a contender may take.")] = 300.0,
+    out: Annotated[Path | None, typer.Option(help="Write the JSON here, after each contender.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Tokens/s and MFU of the whole trainer on one device, with delay and without, beside transformers."""
@@ -133,7 +134,7 @@ def train(
         model, sequence, microbatches, rows, device, compiled, steps, warmup, tuple(overrides or ())
     )
     with Console(stderr=True, highlight=False).status("starting") as status:
-        result = run(setting, [name for name in contenders.split(",") if name], timeout, status.update)
+        result = run(setting, [name for name in contenders.split(",") if name], timeout, status.update, out)
     print(json.dumps(result)) if as_json else print_table(Console(highlight=False), result)
 
 

@@ -51,19 +51,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).type_as(x)
 
 
-def project(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-    """Each of `linears` of x.
-
-    Compiled, they are one product with the matrices stacked, and the backward makes one gradient of x instead of
-    several narrow ones and their sum. The stack is a copy of the weights, so eager code, whose backward may be
-    meant to see weights change, keeps to the matrices.
-    """
-    if not torch.compiler.is_compiling():
-        return tuple(linear(x) for linear in linears)
-    together = F.linear(x, torch.cat([linear.weight for linear in linears]))
-    return together.split([linear.out_features for linear in linears], dim=-1)
-
-
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -79,7 +66,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         b, t, _ = x.shape
-        q, k, v = (part.view(b, t, -1, self.head_dim) for part in project(x, self.q, self.k, self.v))
+        q, k, v = (linear(x).view(b, t, -1, self.head_dim) for linear in (self.q, self.k, self.v))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)

@@ -34,7 +34,7 @@ from slipstream.pipeline.checks import (
     named_ties,
     shapes,
 )
-from slipstream.pipeline.depth import choose_in_flight
+from slipstream.pipeline.depth import choose_in_flight, effective_link_seconds
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.links import Links
 from slipstream.pipeline.mesh import Mesh
@@ -295,7 +295,9 @@ class Schedule2BW:
         """What the depth is chosen from. A stage that is often late delays its neighbours as a slow link does."""
         least, typical = self._trace.pair_seconds()
         self._updater.tally.work_seconds = least
-        self._updater.tally.link_seconds = self._link_seconds + typical - least
+        self._updater.tally.link_seconds = effective_link_seconds(
+            self._link_seconds, least, typical, on_host=self._stage.device.type == "cpu"
+        )
 
     @staticmethod
     def _gradient_sync(replica: Replica, last: bool) -> None:
