@@ -21,7 +21,8 @@ from slipstream.schedule.generate import build
 from slipstream.schedule.simulate import simulate
 
 CONTENDERS = {"torch_1f1b": "1f1b", "torch_gpipe": "gpipe", ENGINE: "pipedream_2bw"}
-ROUNDS = 5
+ROUNDS = 9
+GROUPS = 40  # simulated: with jitter a few would be a lottery
 
 
 def profile_stage(world: Any, work: Work) -> StageSeconds:
@@ -46,9 +47,10 @@ def predict(work: Work, stages: list[StageSeconds], points: dict[float, float]) 
         latency=found.latency,
         message_bytes=4.0 * work.batch * work.tokens * work.dim,
         bandwidth=found.bandwidth,
+        jitter=max(stage.jitter for stage in stages),
     )
     return {
-        name: simulate(build(schedule, work.stages, work.microbatches, 6), costs).time_per_update
+        name: simulate(build(schedule, work.stages, work.microbatches, GROUPS), costs).time_per_update
         for name, schedule in CONTENDERS.items()
     }
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, pstdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.errors import UserError
@@ -74,9 +74,12 @@ class Profile:
 
 
 class StageSeconds(NamedTuple):
+    """Means: what counts in a run is the sum. `jitter` is the relative standard deviation of one duration."""
+
     forward: float
     backward: float
     update: float
+    jitter: float = 0.0
 
 
 def time_stage(
@@ -89,7 +92,7 @@ def time_stage(
     first: bool = False,
     in_flight: int = 1,
 ) -> StageSeconds:
-    """Medians over `repeats` of a stage's forward (with its loss, if it has one), backward and update.
+    """Means over `repeats` of a stage's forward (with its loss, if it has one), backward and update.
 
     The `first` stage passes no gradient to its input. With `in_flight` microbatches between a forward and
     its backward, activations leave the caches as they do in a run.
@@ -122,7 +125,9 @@ def time_stage(
         update = clock()
         optimizer.zero_grad(set_to_none=False)
         rows.append((forward - began, backward - started, update - backward))
-    return StageSeconds(*(median(column) for column in zip(*rows[2:], strict=True)))
+    forwards, backwards, updates = zip(*rows[2:], strict=True)
+    spread = [pstdev(column) / fmean(column) for column in (forwards, backwards)]
+    return StageSeconds(fmean(forwards), fmean(backwards), fmean(updates), fmean(spread))
 
 
 def fit_line(points: Mapping[float, float]) -> tuple[float, float]:
