@@ -8,6 +8,7 @@ import time
 import pytest
 
 from slipstream.distributed import RankPool
+from slipstream.distributed.launch import _Failure, _first_cause
 from slipstream.errors import StageError, UserError
 
 
@@ -59,3 +60,10 @@ def _runs(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_lost_connection_is_not_named_where_a_rank_has_trouble_of_its_own():
+    seen = _Failure("mistake", UserError("DistNetworkError: [Errno 104] Connection reset by peer"), "")
+    cause = _Failure("mistake", UserError("ValueError: shapes differ"), "")
+    assert str(_first_cause([seen, cause])) == "ValueError: shapes differ"
+    assert _first_cause([seen]) is seen.error

@@ -25,6 +25,8 @@ from slipstream.errors import StageError, UserError
 Function = str | Callable[..., Any]  # "module:qualname", or an importable function
 
 # How long the ranks that did not fail first are given to end by themselves and say what they saw.
+# How gloo and sockets tell of a peer that left.
+LOST_CONNECTION = ("Connection", "not connected", "closed by the other end", "Broken pipe")
 GRACE_SECONDS = 10.0
 
 
@@ -209,7 +211,8 @@ def _first_cause(failures: list[_Failure]) -> Exception:
     """A user's mistake explains more than a death, and a death more than a neighbour that missed its peer."""
     order = ("mistake", "died", "crash")
     own = [f for f in failures if not (f.kind == "mistake" and isinstance(f.error, StageError))] or failures
-    first = min(own, key=lambda failure: order.index(failure.kind))  # the earliest of the best kind
+    # The earliest of the best kind; a lost connection is what the others see of somebody's own trouble.
+    first = min(own, key=lambda failure: (order.index(failure.kind), _is_lost_connection(failure.error)))
     if first.kind == "mistake" and not isinstance(first.error, StageError):
         return first.error
     if first.traceback:
@@ -221,6 +224,10 @@ def _first_cause(failures: list[_Failure]) -> Exception:
         if f is not first and isinstance(f.error, StageError) and f.kind == "mistake"
     ]
     return StageError("\n".join(str(error) for error in [first.error, *seen[:1]]))
+
+
+def _is_lost_connection(error: Exception) -> bool:
+    return any(words in str(error) for words in LOST_CONNECTION)
 
 
 def send(connection: Connection, message: Any) -> None:

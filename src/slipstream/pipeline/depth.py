@@ -11,6 +11,10 @@ delays its neighbours just as a slow link does.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+
+from slipstream.pipeline.peers import Heard, Tally
+from slipstream.schedule.asynchronous import warm_up_2bw
 
 # A loss below this share of the time is not worth twice the activations.
 NEGLIGIBLE = 0.01
@@ -35,3 +39,41 @@ def choose_in_flight(stages: int, microbatches: int, work_seconds: float, link_s
         return stages
     wanted = 1 + (stages - 1) * (1 + math.ceil(2 * link_seconds / work_seconds))
     return max(stages, min(wanted, microbatches))
+
+
+class Depth:
+    """How far one stage runs ahead: as told, or chosen once from times that all stages measured and exchanged."""
+
+    def __init__(
+        self, stage: int, stages: int, microbatches: int, in_flight: int | None, on_host: bool
+    ) -> None:
+        self._stage, self._stages, self._microbatches = stage, stages, microbatches
+        self._on_host = on_host
+        self._open = in_flight is None and stages > 1
+        self._decided_at: int | None = None
+        self.warm_up = warm_up_2bw(stages, microbatches, in_flight)[stage]  # w_s
+        self.link_seconds = 0.0  # one way to the next stage
+
+    def begin_again(self) -> None:
+        """After a state was loaded groups are counted from another number."""
+        if self._open:
+            self._decided_at = None
+
+    def adapt(self, group: int, heard: Mapping[int, Heard]) -> None:
+        """Before `group` enters, if it is the one at which every stage knows the same times."""
+        if not self._open:
+            return
+        if self._decided_at is None:
+            self._decided_at = group + 3  # update group + 1 is done on every stage before that group enters
+        if group == self._decided_at:
+            self._open = False
+            told = heard[group - 2]
+            chosen = choose_in_flight(
+                self._stages, self._microbatches, max(told.work_seconds), max(told.link_seconds)
+            )
+            self.warm_up = warm_up_2bw(self._stages, self._microbatches, chosen)[self._stage]
+
+    def tell(self, tally: Tally, least: float, typical: float) -> None:
+        """What the others should know of this stage: one forward and backward at its best, and how late it is."""
+        tally.work_seconds = least
+        tally.link_seconds = effective_link_seconds(self.link_seconds, least, typical, self._on_host)

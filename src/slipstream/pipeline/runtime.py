@@ -34,7 +34,7 @@ from slipstream.pipeline.checks import (
     named_ties,
     shapes,
 )
-from slipstream.pipeline.depth import choose_in_flight, effective_link_seconds
+from slipstream.pipeline.depth import Depth
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.links import Links
 from slipstream.pipeline.mesh import Mesh
@@ -47,7 +47,6 @@ from slipstream.pipeline.transport import Spec, spec_of
 from slipstream.pipeline.update import Updater, check_covers
 from slipstream.pipeline.versions import Prepare, Replica, Versions, refuse_changing_buffers, split_shared
 from slipstream.schedule.actions import Kind
-from slipstream.schedule.asynchronous import warm_up_2bw
 from slipstream.schedule.timeline import Span
 
 logger = logging.getLogger("slipstream")
@@ -92,8 +91,8 @@ class Schedule2BW:
         self.n_microbatches = n_microbatches
         self.loss_fn = loss_fn
         self._synchronous = as_predicate(synchronous)
-        self._warm_up = warm_up_2bw(self._stage.count, n_microbatches, in_flight)[self._stage.index]
-        self._choose_depth = in_flight is None and self._stage.count > 1
+        on_host = self._stage.device.type == "cpu"
+        self._depth = Depth(self._stage.index, self._stage.count, n_microbatches, in_flight, on_host)
         module = self._stage.module
         refuse_changing_buffers(module)
         ties = named_ties(tied, split_shared(module), module)
@@ -130,8 +129,6 @@ class Schedule2BW:
         self._updater.timing = lambda group: self._trace.action(Kind.UPDATE, group, version=group + 1)
         self._flight: deque[_InFlight] = deque()
         self._spec: Spec | None = None  # of this stage's output, fixed by the first microbatch
-        self._depth_from: int | None = None
-        self._link_seconds = 0.0  # one way to the next stage
         self._failed: str | None = None
         self.group = 0  # groups handed in
 
@@ -157,12 +154,12 @@ class Schedule2BW:
                 self.drain()
             self._updater.enter(group)
             self._await_bank(group)
-            self._adapt_depth(group)
+            self._depth.adapt(group, self._updater.heard)
             results = []
             for index, microbatch in enumerate(microbatches):
                 results.append(self._forward(group, index, microbatch, keep_output=return_outputs))
                 self._updater.advance()
-                if len(self._flight) > self._warm_up:
+                if len(self._flight) > self._depth.warm_up:
                     self._backward()
             self.group += 1
             if self._synchronous(group):
@@ -232,7 +229,7 @@ class Schedule2BW:
         spec = spec_of(outputs)
         if self._spec is None:
             self._spec = spec
-            self._link_seconds = self._links.introduce(spec)
+            self._depth.link_seconds = self._links.introduce(spec)
         elif spec != self._spec:
             raise UserError(
                 f"Stage {self._stage.index} returned {shapes(spec)} for group {group}, microbatch {index}, but "
@@ -256,7 +253,7 @@ class Schedule2BW:
         if not self._stage.first:
             self._links.send_gradients(group, index, inputs, keep=self.n_microbatches)
         if index + 1 == self.n_microbatches:
-            self._tell_times()
+            self._depth.tell(self._updater.tally, *self._trace.pair_seconds())
             self._updater.begin(group, self._accumulator.take(replica))
         else:
             self._updater.advance()
@@ -276,28 +273,6 @@ class Schedule2BW:
             raise StageError(
                 f"{error}. {lost} closed its connection before group {group}, microbatch 0."
             ) from error
-
-    def _adapt_depth(self, group: int) -> None:
-        """Take the number of microbatches in flight from measured times, at a group all stages know them."""
-        if not self._choose_depth:
-            return
-        if self._depth_from is None:
-            self._depth_from = group + 3  # update group + 1 is done on every stage before that group enters
-        if group == self._depth_from:
-            self._choose_depth = False
-            heard = self._updater.heard[group - 2]
-            chosen = choose_in_flight(
-                self._stage.count, self.n_microbatches, max(heard.work_seconds), max(heard.link_seconds)
-            )
-            self._warm_up = warm_up_2bw(self._stage.count, self.n_microbatches, chosen)[self._stage.index]
-
-    def _tell_times(self) -> None:
-        """What the depth is chosen from. A stage that is often late delays its neighbours as a slow link does."""
-        least, typical = self._trace.pair_seconds()
-        self._updater.tally.work_seconds = least
-        self._updater.tally.link_seconds = effective_link_seconds(
-            self._link_seconds, least, typical, on_host=self._stage.device.type == "cpu"
-        )
 
     @staticmethod
     def _gradient_sync(replica: Replica, last: bool) -> None:
@@ -341,8 +316,7 @@ class Schedule2BW:
         self.drain()
         states.restore(self._updater, state)
         self.group = state["group"]
-        if self._choose_depth:
-            self._depth_from = None
+        self._depth.begin_again()
 
     @property
     def after_update(self) -> Callable[[int], None] | None:
@@ -371,7 +345,7 @@ class Schedule2BW:
     @property
     def in_flight(self) -> int:
         """Microbatches this stage keeps between forward and backward."""
-        return self._warm_up + 1
+        return self._depth.warm_up + 1
 
     @property
     def busy_seconds(self) -> float:
