@@ -5,6 +5,7 @@ import json
 import pytest
 
 from slipstream.bench.race import Point, compare, curve, race, reach
+from slipstream.cli import _dispatch
 from slipstream.errors import UserError
 from slipstream.metrics.events import Run
 
@@ -80,3 +81,10 @@ def test_two_schedules_race_for_real(tmp_path):
     assert [lap["schedule"] for lap in result["laps"]] == ["2bw", "1f1b"]
     assert json.loads((tmp_path / "race.json").read_text())["target_loss"] == result["target_loss"]
     assert "Validation loss by wall clock" in (tmp_path / "race.html").read_text()
+
+
+def test_a_mistake_of_the_second_contender_is_said_before_the_first_one_trains(tmp_path):
+    out = tmp_path / "race"
+    with pytest.raises(UserError, match=r"pipeline\.schedule"):
+        _dispatch(["bench", "race", "train.steps=2", "--schedules", "2bw,1f2b", "--out", str(out)])
+    assert not out.exists()

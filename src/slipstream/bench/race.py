@@ -64,7 +64,7 @@ def race(
     out.mkdir(parents=True, exist_ok=True)
     for schedule in schedules:
         progress(f"training with {schedule}")
-        _train(arguments, schedule, out / schedule)
+        _train(arguments, schedule, out)
     runs = {schedule: read_run(out / schedule) for schedule in schedules}
     result = compare(runs, target)
     result["page"] = str(write_report([run.path for run in runs.values()], out / "race.html"))
@@ -72,12 +72,17 @@ def race(
     return result
 
 
-def _train(arguments: Sequence[str], schedule: str, folder: Path) -> None:
-    own = [f"pipeline.schedule={schedule}", f"run.dir={folder}", *(NO_DELAY if schedule != OURS else ())]
-    command = [sys.executable, "-m", "slipstream", "train", *arguments, *own]
+def arguments_of(arguments: Sequence[str], schedule: str, out: Path) -> list[str]:
+    """What `slipstream train` is called with for one contender."""
+    own = [f"pipeline.schedule={schedule}", f"run.dir={out / schedule}"]
+    return [*arguments, *own, *(NO_DELAY if schedule != OURS else ())]
+
+
+def _train(arguments: Sequence[str], schedule: str, out: Path) -> None:
+    command = [sys.executable, "-m", "slipstream", "train", *arguments_of(arguments, schedule, out)]
     if subprocess.run(command).returncode:
         raise UserError(
-            f"The run with {schedule} failed; its words are above, its logs in {folder}. "
+            f"The run with {schedule} failed; its words are above, its logs in {out / schedule}. "
             "Mend it and start the race again: runs that ended are kept."
         )
 

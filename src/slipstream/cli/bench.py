@@ -155,8 +155,12 @@ def race(
 ) -> None:
     """Train the same run under several schedules: wall clock and tokens until one validation loss."""
     from slipstream.bench import race as racing
+    from slipstream.cli.train import parse
+    from slipstream.config import resolve
 
     names = [name.strip() for name in schedules.split(",") if name.strip()]
+    for name in names:  # a mistake of the last contender is said before the first one trains
+        resolve(parse(racing.arguments_of(arguments or [], name, out)))
     result = racing.race(arguments or [], names, out, target)
     print(json.dumps(result)) if as_json else racing.print_race(Console(highlight=False), result)
 

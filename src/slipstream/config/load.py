@@ -41,13 +41,13 @@ def from_tree(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def read_toml(path: str | Path) -> dict[str, Any]:
+def read_toml(
+    path: str | Path, hint: str = "Name a TOML file of a run, or none for the default."
+) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(
-            f"There is no file '{path}'. Name a TOML file of a run, or none for the default."
-        ) from None
+        raise UserError(f"There is no file '{path}'. {hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"'{path}' cannot be read: {error}. Name a TOML file of a run.") from None
     try:

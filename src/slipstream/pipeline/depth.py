@@ -11,7 +11,7 @@ delays its neighbours just as a slow link does.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from slipstream.pipeline.peers import Heard, Tally
 from slipstream.schedule.asynchronous import warm_up_2bw
@@ -73,7 +73,10 @@ class Depth:
             )
             self.warm_up = warm_up_2bw(self._stages, self._microbatches, chosen)[self._stage]
 
-    def tell(self, tally: Tally, least: float, typical: float) -> None:
-        """What the others should know of this stage: one forward and backward at its best, and how late it is."""
+    def tell(self, tally: Tally, pair_seconds: Callable[[], tuple[float, float]]) -> None:
+        """Until the depth is chosen, what the others should know: a forward and backward at its best, and typically."""
+        if not self._open:
+            return
+        least, typical = pair_seconds()
         tally.work_seconds = least
         tally.link_seconds = effective_link_seconds(self.link_seconds, least, typical, self._on_host)

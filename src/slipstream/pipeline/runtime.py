@@ -253,7 +253,7 @@ class Schedule2BW:
         if not self._stage.first:
             self._links.send_gradients(group, index, inputs, keep=self.n_microbatches)
         if index + 1 == self.n_microbatches:
-            self._depth.tell(self._updater.tally, *self._trace.pair_seconds())
+            self._depth.tell(self._updater.tally, self._trace.pair_seconds)
             self._updater.begin(group, self._accumulator.take(replica))
         else:
             self._updater.advance()

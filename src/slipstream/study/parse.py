@@ -22,7 +22,7 @@ DEFAULTS: Tree = {
 
 def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
     """Read a study file; `overrides` (key=value) change its base."""
-    tree = read_toml(path)
+    tree = read_toml(path, hint="Name a study: the files in studies/ are some.")
     unknown = set(tree) - {"name", "about", "base", "axes", "runs", "table"}
     if unknown:
         raise UserError(
