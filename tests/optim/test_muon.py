@@ -214,4 +214,4 @@ def test_refusals():
 
 def test_empty_tensors_are_passed_over():
     """A rank that holds no expert of a sharded stack has an empty local tensor."""
-    assert list(orthogonal_batches([torch.empty(0, 4, 4)], lambda i, out: None)) == []
+    assert list(orthogonal_batches([torch.empty(0, 4, 4)], lambda indices, outs: None)) == []

@@ -28,7 +28,7 @@ from slipstream.bench.work import (
     loss_of,
     prepare,
 )
-from slipstream.torch_private import copy_
+from slipstream.lists import copy_
 
 
 class _InFlight(NamedTuple):

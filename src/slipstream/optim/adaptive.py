@@ -26,8 +26,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from slipstream.errors import UserError
+from slipstream.lists import add_, copy_, mul_, norms
 from slipstream.optim.corrections import Correction
-from slipstream.torch_private import add_, copy_, mul_, norms
 
 
 @dataclass

@@ -25,8 +25,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from slipstream.errors import UserError
+from slipstream.lists import add_, copy_, extrapolate, mul_
 from slipstream.optim.velocity import velocity
-from slipstream.torch_private import add_, copy_, lerp_, mul_
 
 
 class Correction:
@@ -85,9 +85,7 @@ class ErrorFeedback(Correction):
         delay: int,
     ) -> None:
         assert old is not None, "error feedback publishes from z_g as well"
-        lerp_(old, new, 1 + self.lam * delay)
-        apart = [(b, o) for b, o in zip(banks, old, strict=True) if b.data_ptr() != o.data_ptr()]
-        copy_([b for b, _ in apart], [o for _, o in apart])
+        extrapolate(banks, old, new, 1 + self.lam * delay)
 
 
 class MomentumPrediction(Correction):

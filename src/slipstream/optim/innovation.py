@@ -20,8 +20,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from slipstream.errors import UserError
+from slipstream.lists import add_, copy_
 from slipstream.optim.corrections import Correction
-from slipstream.torch_private import add_, copy_
 
 
 class InnovationFeedback(Correction):

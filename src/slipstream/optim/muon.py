@@ -28,10 +28,10 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from slipstream.errors import UserError
+from slipstream.lists import add_, copy_, lerp_, sum_of
 from slipstream.optim.newton_schulz import STEPS
 from slipstream.optim.sharded import Batch, Groups, Wait, exchange_groups, local, orthogonal
 from slipstream.optim.velocity import adam_velocity, groups_and_states
-from slipstream.torch_private import add_, lerp_, mul_
 
 SCALES: dict[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -141,12 +141,13 @@ class Muon(Optimizer):
         lerp_(momenta, grads, 1 - group["momentum"])
         blend = group["momentum"] ** group["lookahead"]
 
-        def fill(i: int, out: Tensor) -> None:
+        def fill(indices: list[int], outs: list[Tensor]) -> None:
+            terms = [grads[i] for i in indices]
             # Orthogonal(U) does not depend on U's size, so U / blend will do: one pass, cast included.
             if blend:
-                torch.add(momenta[i], grads[i], alpha=(1 - blend) / blend, out=out)
+                sum_of(outs, [momenta[i] for i in indices], terms, (1 - blend) / blend)
             else:
-                out.copy_(grads[i])
+                copy_(outs, terms)
 
         for item in orthogonal(params, fill, group["steps"], self._groups):
             if not isinstance(item, Batch):
@@ -159,9 +160,8 @@ class Muon(Optimizer):
                 directions = [
                     _by_rows(d, m, group["row_beta"]) for d, m in zip(directions, moments, strict=True)
                 ]
-            if group["weight_decay"]:
-                mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            add_(weights, directions, alpha=-_rate(group, params[item.indices[0]]))
+            rate = -_rate(group, params[item.indices[0]])
+            add_(weights, directions, alpha=rate, factor=1 - group["lr"] * group["weight_decay"])
 
     def _adamw(self, group: dict[str, Any], params: list[Parameter], grads: list[Tensor]) -> None:
         states = [self._state_of(group, parameter) for parameter in params]
@@ -190,8 +190,8 @@ class Muon(Optimizer):
         ahead = {i: adam_velocity(*pair) for i, pair in enumerate(pairs) if pair[0]["algorithm"] == "adamw"}
         matrices = [i for i in range(len(pairs)) if i not in ahead]
 
-        def fill(k: int, out: Tensor) -> None:
-            out.copy_(local(pairs[matrices[k]][1]["momentum_buffer"]))
+        def fill(batch: list[int], outs: list[Tensor]) -> None:
+            copy_(outs, [local(pairs[matrices[k]][1]["momentum_buffer"]) for k in batch])
 
         for item in orthogonal([params[i] for i in matrices], fill, STEPS, self._groups):
             if not isinstance(item, Batch):

@@ -24,7 +24,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from slipstream.torch_private import norms
+from slipstream.kernels.compiler import runs_on
+from slipstream.lists import norms
+from slipstream.optim.gram import orthogonalise_by_gram
+
+Fill = Callable[[list[int], list[Tensor]], None]
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
@@ -43,6 +47,11 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 def orthogonalise(stack: Tensor, steps: int = STEPS) -> Tensor:
     """The orthogonal factor of each matrix of `stack` [N, R, C], in its dtype. `stack` serves as scratch."""
+    if stack.dtype == torch.bfloat16 and runs_on(stack.device):
+        sizes = torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True, dtype=torch.float32)
+        x = torch.empty_like(stack, dtype=torch.float16)
+        torch.div(stack, sizes.clamp_(min=EPS), out=x)
+        return orthogonalise_by_gram(x, steps, COEFFICIENTS)
     a, b, c = COEFFICIENTS
     count, rows, columns = stack.shape
     wide = rows <= columns
@@ -60,19 +69,18 @@ def orthogonalise(stack: Tensor, steps: int = STEPS) -> Tensor:
 
 
 def orthogonal_batches(
-    like: Sequence[Tensor], fill: Callable[[int, Tensor], None], steps: int = STEPS
+    like: Sequence[Tensor], fill: Fill, steps: int = STEPS
 ) -> Iterator[tuple[list[int], list[Tensor]]]:
     """Orthogonalise many matrices, equal shapes together.
 
-    `like` gives shapes [R, C] or [E, R, C] (E matrices), dtypes and devices; `fill(i, out)` writes tensor i
-    into its place in a stack. Yields the indices of a batch and, for each, its orthogonalised tensor.
+    `like` gives shapes [R, C] or [E, R, C] (E matrices), dtypes and devices; `fill(indices, outs)` writes
+    those tensors into their places in a stack. Yields the indices of a batch and, for each, its orthogonalised tensor.
     """
     for indices in _by_shape(like):
         first = like[indices[0]]
         counts = [like[i].shape[:-2].numel() for i in indices]
         stack = torch.empty(sum(counts), *first.shape[-2:], dtype=compute_dtype(first), device=first.device)
-        for i, out in zip(indices, stack.split(counts), strict=True):
-            fill(i, out.view(like[i].shape))
+        fill(indices, [out.view(like[i].shape) for i, out in zip(indices, stack.split(counts), strict=True)])
         outs = orthogonalise(stack, steps).split(counts)
         yield indices, [out.view(like[i].shape) for i, out in zip(indices, outs, strict=True)]
 

@@ -12,7 +12,7 @@ it waits for, so a pipeline can go on with its microbatches meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from slipstream.errors import UserError
-from slipstream.optim.newton_schulz import compute_dtype, orthogonal_batches
+from slipstream.optim.newton_schulz import Fill, compute_dtype, orthogonal_batches
 
 
 class Wait(Protocol):
@@ -62,10 +62,8 @@ def exchange_groups(params: Sequence[Tensor]) -> Groups:
     return groups
 
 
-def orthogonal(
-    params: Sequence[Tensor], fill: Callable[[int, Tensor], None], steps: int, groups: Groups
-) -> Iterator[Wait | Batch]:
-    """Orthogonalise one tensor for each of `params`; `fill(i, out)` writes the local part of tensor i."""
+def orthogonal(params: Sequence[Tensor], fill: Fill, steps: int, groups: Groups) -> Iterator[Wait | Batch]:
+    """Orthogonalise one tensor for each of `params`; `fill(indices, outs)` writes local parts."""
     shards: dict[tuple[dist.ProcessGroup, torch.dtype], list[int]] = {}
     whole: list[int] = []
     for i, parameter in enumerate(params):
@@ -75,11 +73,11 @@ def orthogonal(
         else:
             shards.setdefault((groups[axis[0]], compute_dtype(parameter)), []).append(i)
     exchanges = [
-        (own, Exchange([params[i] for i in own], lambda k, out, own=own: fill(own[k], out), group, dtype))
+        (own, Exchange([params[i] for i in own], _renumbered(fill, own), group, dtype))
         for (group, dtype), own in shards.items()
     ]
     for batch, directions in orthogonal_batches(
-        [local(params[i]) for i in whole], lambda k, out: fill(whole[k], out), steps
+        [local(params[i]) for i in whole], _renumbered(fill, whole), steps
     ):
         yield Batch([whole[k] for k in batch], directions)
     for indices, exchange in exchanges:
@@ -88,6 +86,11 @@ def orthogonal(
         returned.wait()
         for k, piece in enumerate(exchange.pieces()):
             yield Batch([indices[k]], [piece])
+
+
+def _renumbered(fill: Fill, own: list[int]) -> Fill:
+    """`fill` for callers that number the tensors of `own` from 0."""
+    return lambda batch, outs: fill([own[k] for k in batch], outs)
 
 
 def _shard_axis(parameter: Tensor) -> tuple[dist.ProcessGroup, int] | None:
@@ -114,7 +117,7 @@ class Exchange:
     def __init__(
         self,
         params: Sequence[Tensor],
-        fill: Callable[[int, Tensor], None],
+        fill: Fill,
         group: dist.ProcessGroup,
         dtype: torch.dtype,
     ) -> None:
@@ -129,8 +132,7 @@ class Exchange:
         self.sent = [(i, self.rank) for owner in range(self.ranks) for i in self._of(owner)]
         self.received = [(i, source) for source in range(self.ranks) for i in self._of(self.rank)]
         self.outgoing = self._buffer(self.sent)
-        for (i, _), view in zip(self.sent, self._views(self.outgoing, self.sent), strict=True):
-            fill(i, view)
+        fill([i for i, _ in self.sent], self._views(self.outgoing, self.sent))
         self.incoming = self._buffer(self.received)
         self.gathered = self._all_to_all(self.incoming, self.received, self.outgoing, self.sent)
 
@@ -140,9 +142,10 @@ class Exchange:
         pieces = dict(zip(self.received, self._views(self.incoming, self.received), strict=True))
         mine = self._of(self.rank)
 
-        def fill(k: int, out: Tensor) -> None:
-            for source in range(self.ranks):
-                self._narrow(out, mine[k], source).copy_(pieces[mine[k], source])
+        def fill(batch: list[int], outs: list[Tensor]) -> None:
+            for k, out in zip(batch, outs, strict=True):
+                for source in range(self.ranks):
+                    self._narrow(out, mine[k], source).copy_(pieces[mine[k], source])
 
         like = [torch.empty((), dtype=self.dtype, device=self.device).expand(self.shapes[i]) for i in mine]
         for batch, directions in orthogonal_batches(like, fill, steps):

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.lists import add_, copy_
 from slipstream.pipeline.peers import Gradients
 from slipstream.pipeline.versions import Replica, local
-from slipstream.torch_private import add_, copy_
 
 
 class Accumulator:

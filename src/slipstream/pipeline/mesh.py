@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.errors import UserError
+from slipstream.lists import copy_, mul_
 from slipstream.pipeline.board import meet
 from slipstream.pipeline.peers import Gradients, Heard, Steps, Tally, Wait, sum_present, to_host
-from slipstream.torch_private import copy_, mul_
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from slipstream.errors import CheckpointError, UserError
+from slipstream.lists import copy_
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import Versions, local
-from slipstream.torch_private import copy_
 
 FORMAT = 1
 State = dict[str, Any]

@@ -28,11 +28,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from slipstream.errors import UserError
+from slipstream.lists import copy_, mul_, norms
 from slipstream.optim.corrections import Correction
 from slipstream.pipeline.board import PeerLost
 from slipstream.pipeline.peers import Gradients, Heard, Peers, Tally, Wait
 from slipstream.pipeline.versions import Target, Versions
-from slipstream.torch_private import copy_, mark_stepped, mul_, norms
+from slipstream.torch_private import mark_stepped
 
 RECENT_GROUPS = 64  # how many groups back norms and skips can be asked for
 

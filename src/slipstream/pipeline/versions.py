@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from slipstream.errors import UserError
+from slipstream.lists import copy_
 from slipstream.schedule.staleness import Read, reads
-from slipstream.torch_private import copy_
 
 Prepare = Callable[[nn.Module], nn.Module | None]
 Synchronous = Callable[[int], bool]

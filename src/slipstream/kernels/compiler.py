@@ -1,0 +1,18 @@
+"""Where kernels can run. Triton comes with torch's CUDA builds; its interpreter serves the tests on a CPU."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+HAS_TRITON = find_spec("triton") is not None
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether a kernel may be launched on tensors of `device`: NVIDIA, with tensor cores for bf16."""
+    if not HAS_TRITON:
+        return False
+    return INTERPRETED or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0))

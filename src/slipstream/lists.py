@@ -1,0 +1,57 @@
+"""Arithmetic on lists of tensors. Dtypes may differ between lists.
+
+Where they do, on a GPU, a kernel of ours does the whole list in one launch (`kernels/combine.py`); everywhere
+else torch's own list operations do. On a CPU the bits do not depend on how a list is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream import torch_private
+from slipstream.kernels.combine import can_combine, combine
+from slipstream.torch_private import copy_, lerp_, mul_, norms
+
+__all__ = ["add_", "copy_", "extrapolate", "lerp_", "mul_", "norms", "sum_of"]
+
+Tensors = Sequence[Tensor]
+
+
+def add_(targets: Tensors, others: Tensors, alpha: float = 1.0, factor: float = 1.0) -> None:
+    """targets ← factor targets + alpha others."""
+    if not targets:
+        return
+    if _differ(targets, others) and can_combine(targets, others):
+        combine(targets, factor, targets, alpha, others)
+        return
+    if factor != 1:
+        mul_(targets, factor)
+    torch_private.add_(targets, others, alpha)
+
+
+def sum_of(outs: Tensors, ones: Tensors, others: Tensors, alpha: float) -> None:
+    """outs ← ones + alpha others."""
+    if outs and can_combine(outs, ones, others):
+        combine(outs, 1.0, ones, alpha, others)
+        return
+    for out, one, other in zip(outs, ones, others, strict=True):
+        torch.add(one, other, alpha=alpha, out=out)
+
+
+def extrapolate(outs: Tensors, starts: Tensors, ends: Tensors, weight: float) -> None:
+    """outs ← starts + weight (ends - starts). `starts` may be `outs`, and are overwritten in any case."""
+    if outs and _differ(outs, starts) and can_combine(outs, starts, ends):
+        combine(outs, 1 - weight, starts, weight, ends)
+        return
+    lerp_(starts, ends, weight)
+    apart = [
+        (out, start) for out, start in zip(outs, starts, strict=True) if out.data_ptr() != start.data_ptr()
+    ]
+    copy_([out for out, _ in apart], [start for _, start in apart])
+
+
+def _differ(ones: Tensors, others: Tensors) -> bool:
+    return ones[0].dtype != others[0].dtype
