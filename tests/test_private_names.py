@@ -15,6 +15,7 @@ PRIVATE = {
     "_foreach_lerp_",
     "_foreach_mul_",
     "_foreach_norm",
+    "_get_init_p2p_neighbors_ops",
     "_opt_called",
     "_register_backend",
     "_set_default_backend",

@@ -7,13 +7,16 @@ optimizers of torch itself are made of, and they are called here on lists of pla
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
 
 __all__ = ["tree_leaves", "tree_map"]
 
@@ -65,6 +68,25 @@ def is_pipeline_stage(stage: Any) -> bool:
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
     return isinstance(stage, _PipelineStageBase)
+
+
+def greeting_others_only(stage: PipelineStage) -> PipelineStage:
+    """`stage`, made not to send to its own rank before the first step.
+
+    Torch 2.11 opens the connections of a stage with a message to and from both neighbours, also where a neighbour is
+    on the same rank, as the two at the tip of a V are. gloo has no connection of a rank with itself ("Pair is not
+    connected"), nor has our own group. Every later message between such two is handed over in memory. Torch 2.13
+    does not send this one either, so there nothing changes.
+    """
+    if not hasattr(stage, "_get_init_p2p_neighbors_ops"):  # gone from later torches
+        return stage
+    greetings = stage._get_init_p2p_neighbors_ops
+
+    def to_others() -> list[dist.P2POp]:
+        return [op for op in greetings() if op.group_peer != stage.group_rank]
+
+    stage._get_init_p2p_neighbors_ops = to_others
+    return stage
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

@@ -14,6 +14,7 @@ from pipeline import tiny
 from slipstream import Schedule2BW
 from slipstream.distributed.device_group import DeviceGroup, register
 from slipstream.distributed.slots import HostSlots
+from slipstream.torch_private import greeting_others_only
 
 
 def ringed(seconds=20.0):
@@ -111,7 +112,8 @@ def _train(world, name, groups, device, group):
     parts = len(held) * world.size
     modules = [tiny.Model(*tiny.cut(part, parts), tied=False).to(device) for part in held]
     stages = [
-        PipelineStage(m, part, parts, device, group=group) for m, part in zip(modules, held, strict=True)
+        greeting_others_only(PipelineStage(m, part, parts, device, group=group))
+        for m, part in zip(modules, held, strict=True)
     ]
     build = getattr(pipelining, name)
     schedule = build(stages if len(stages) > 1 else stages[0], n_microbatches=8, loss_fn=tiny.loss_fn)
@@ -125,6 +127,17 @@ def _train(world, name, groups, device, group):
         optimizer.zero_grad()
         found += [loss.item() for loss in losses]
     return found
+
+
+def greeted(world):
+    """Whom the stages of a V greet before the first step, as ranks."""
+    held, parts = [world.rank, 2 * world.size - 1 - world.rank], 2 * world.size
+    peers = set()
+    for part in held:
+        stage = PipelineStage(torch.nn.Identity(), part, parts, torch.device("cpu"))
+        stage.stage_index_to_group_rank = {index: min(index, parts - 1 - index) for index in range(parts)}
+        peers |= {op.group_peer for op in greeting_others_only(stage)._get_init_p2p_neighbors_ops()}
+    return peers
 
 
 def engine(world, groups=12):

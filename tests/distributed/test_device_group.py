@@ -50,6 +50,11 @@ def test_torchs_schedules_train_as_they_do_on_gloo(pool, name):
     assert found["rings"] == found["gloo"]
 
 
+def test_no_stage_of_a_v_greets_its_own_rank(pool):
+    """Which torch 2.11 does, and gloo has no connection for."""
+    assert pool.run("distributed.group_jobs:greeted") == [{1}, {0, 2}, {1}]
+
+
 @pytest.mark.parametrize("stages", [2, 3])
 def test_the_engine_gives_the_same_bits_on_the_rings(pool, stages):
     rings = pool.run("distributed.group_jobs:engine", ranks=stages, timeout=60)[-1]

@@ -26,6 +26,7 @@ from slipstream.bench.work import (
     loss_of,
     prepare,
 )
+from slipstream.torch_private import greeting_others_only
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class RivalRun:
             for module in self.modules:
                 prepared(module)
         stages = [
-            PipelineStage(module, part, parts, device)
+            greeting_others_only(PipelineStage(module, part, parts, device))
             for module, part in zip(self.modules, placed, strict=True)
         ]
         build = getattr(pipelining, rival.schedule)

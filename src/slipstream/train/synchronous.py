@@ -39,6 +39,7 @@ from slipstream.pipeline.peers import Alone
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import Replica, Versions
 from slipstream.schedule.timeline import Span
+from slipstream.torch_private import greeting_others_only
 from slipstream.train import build
 from slipstream.train.batches import Batch
 from slipstream.train.engine import AfterUpdate
@@ -89,7 +90,9 @@ class Synchronous:
             peers,
         )
         self._stages = [
-            PipelineStage(_as_module(versions.replica(0)), index, count, device, group=group)
+            greeting_others_only(
+                PipelineStage(_as_module(versions.replica(0)), index, count, device, group=group)
+            )
             for versions, index in zip(self._versions, indices, strict=True)
         ]
         self._busy = _timed(self._stages) if device.type == "cpu" else None
