@@ -269,6 +269,16 @@ def _check_train(config: Config, problems: list[str]) -> None:
         )
     if train.dtype != "float32" and train.device == "cpu":
         problems.append(f"train.dtype = '{train.dtype}' is unusably slow on a CPU. Set train.dtype=float32.")
+    if train.cuda_graphs and (config.pipeline.schedule != "emulate" or train.device == "cpu"):
+        problems.append(
+            "train.cuda_graphs records the microbatches of one process on a GPU; with pipeline.schedule = "
+            f"'{config.pipeline.schedule}' and train.device = '{train.device}' it cannot take effect. Drop it."
+        )
+    if train.cuda_graphs and config.pipeline.mismatch not in (0, [0]):
+        problems.append(
+            f"train.cuda_graphs records one set of weights, and pipeline.mismatch = {config.pipeline.mismatch} gives "
+            "a backward another. Drop one of them."
+        )
     start, finish = updates(optim.sync_start, train.steps), updates(optim.sync_finish, train.steps)
     if start + finish > train.steps:
         problems.append(

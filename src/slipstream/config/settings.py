@@ -140,6 +140,10 @@ class TrainSettings(Settings):
     compile: bool | Literal["layers", "stage"] = _layout(
         False, "torch.compile every replica: each layer, the whole stage, or (true) what suits its depth"
     )
+    cuda_graphs: bool = _layout(
+        False,
+        "emulate on a GPU: forward and backward of a microbatch as one launch, for models bound by the host",
+    )
     attention: Literal["auto", "cudnn", "flash"] = _layout(
         "auto", "attention kernel on a GPU to try first; auto: as torch orders them"
     )

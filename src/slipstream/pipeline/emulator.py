@@ -22,10 +22,11 @@ from slipstream.errors import UserError
 from slipstream.optim.corrections import Correction, build_correction
 from slipstream.pipeline import state as states
 from slipstream.pipeline.gradients import Accumulator
-from slipstream.pipeline.microbatches import as_predicate, check_loss, merged, split
+from slipstream.pipeline.graphs import Graphs, Recorder
+from slipstream.pipeline.microbatches import Microbatch, as_predicate, check_loss, merged, split
 from slipstream.pipeline.peers import Alone
 from slipstream.pipeline.update import Updater, check_covers
-from slipstream.pipeline.versions import Prepare, Versions, refuse_changing_buffers, split_shared
+from slipstream.pipeline.versions import Prepare, Replica, Versions, refuse_changing_buffers, split_shared
 
 OptimizerFactory = Callable[[nn.Module], Optimizer]
 
@@ -48,6 +49,7 @@ class Emulator:
         mismatch: int | Sequence[int] = 0,
         bank_dtype: torch.dtype | None = None,
         prepare: Prepare | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         if (module is None) == (stages is None):
             raise UserError("Give the Emulator either a module or stages=[modules], not both.")
@@ -61,6 +63,10 @@ class Emulator:
         self.mismatches = _per_stage("mismatch", mismatch, len(modules))
         if any(lag > late for lag, late in zip(self.mismatches, delays, strict=True)):
             raise UserError(f"A mismatch of {self.mismatches} cannot exceed the delay of {delays}.")
+        if recorder is not None and any(self.mismatches):
+            raise UserError(
+                "A recorded microbatch has one set of weights: drop the mismatch or the recorder."
+            )
         refuse_changing_buffers(self._module)
         ties = split_shared(self._module)
         self.n_microbatches = n_microbatches
@@ -71,6 +77,8 @@ class Emulator:
             for part, late in zip(modules, delays, strict=True)
         ]
         self._accumulators = [Accumulator(v.master) for v in self._versions]
+        dtypes = [p.dtype for v in self._versions for p in v.master.parameters]
+        self._graphs = Graphs(recorder, self._loss, dtypes, n_microbatches) if recorder else None
         names = [n for n, p in self._module.named_parameters() if p.requires_grad]
         peers = Alone(len(names), [[names.index(name) for name in tie] for tie in ties if tie[0] in names])
         self.optimizer = optimizer(self._module)
@@ -102,11 +110,9 @@ class Emulator:
         """One group: its m microbatches and its update. Returns the m losses, taken at the bank."""
         group, updater = self.group, self._updater
         updater.enter(group)
-        losses = []
         updater.finish(max(versions.reads(group).index for versions in self._versions) - 1)
         chunks = split((x,), kwargs, y, self.n_microbatches)
-        for args, options, target in chunks:
-            losses.append(self._microbatch(group, _flat(args), options, target))
+        losses = [self._microbatch(group, chunk) for chunk in chunks]
         grads = []
         for versions, accumulator in zip(self._versions, self._accumulators, strict=True):
             grads.extend(accumulator.take(versions.replica(group)))
@@ -117,22 +123,27 @@ class Emulator:
         self.group += 1
         return losses
 
-    def _microbatch(self, group: int, args: tuple, kwargs: dict[str, Any], target: Any) -> Tensor:
+    def _microbatch(self, group: int, microbatch: Microbatch) -> Tensor:
         replicas = [versions.replica(group) for versions in self._versions]
-        output: Any = args
+        loss = None
+        if self._graphs is not None:
+            loss = self._graphs.run(group, self._updater.completed, replicas, microbatch)
+        if loss is None:
+            loss = self._loss(replicas, microbatch)
+            with self._newer_weights(group) if any(self.mismatches) else contextlib.nullcontext():
+                loss.backward(torch.full_like(loss, 1.0 / self.n_microbatches))
+            loss = loss.detach()
+        for replica, accumulator in zip(replicas, self._accumulators, strict=True):
+            accumulator.add(replica)
+        return loss
+
+    def _loss(self, replicas: Sequence[Replica], microbatch: Microbatch) -> Tensor:
+        args, kwargs, target = microbatch
+        output: Any = _flat(args)
         for index, replica in enumerate(replicas):
             inputs = output if isinstance(output, tuple) else (output,)
             output = replica.call(*inputs, **(kwargs if index == 0 else {}))
-        loss = check_loss(self.loss_fn(output, target))
-        seed = torch.full_like(loss, 1.0 / self.n_microbatches)
-        if any(self.mismatches):
-            with self._newer_weights(group):
-                loss.backward(seed)
-        else:
-            loss.backward(seed)
-        for replica, accumulator in zip(replicas, self._accumulators, strict=True):
-            accumulator.add(replica)
-        return loss.detach()
+        return check_loss(self.loss_fn(output, target))
 
     @contextlib.contextmanager
     def _newer_weights(self, group: int) -> Iterator[None]:

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slipstream.config import Config
+from slipstream.errors import UserError
 from slipstream.models.sizes import ModelConfig
 from slipstream.pipeline.emulator import Emulator
+from slipstream.pipeline.graphs import CudaGraphs
 from slipstream.schedule.timeline import Span
 from slipstream.train import build
 from slipstream.train.batches import Batch
@@ -83,6 +85,8 @@ class Emulated:
     def __init__(self, config: Config, model: ModelConfig, device: torch.device) -> None:
         delay = config.pipeline.delay
         count = len(delay) if isinstance(delay, list) else 1
+        if config.train.cuda_graphs and device.type != "cuda":
+            raise UserError("train.cuda_graphs needs a GPU, and torch sees none. Drop it.")
         modules = build.stage_modules(config, model, count, list(range(count)), device)
         if model.tied:
             share_embedding(modules)
@@ -100,6 +104,7 @@ class Emulated:
             mismatch=config.pipeline.mismatch,
             bank_dtype=torch.bfloat16 if config.train.dtype == "bfloat16" else None,
             prepare=build.preparation(config),
+            recorder=CudaGraphs() if config.train.cuda_graphs else None,
         )
         self.after_update: AfterUpdate | None = None
         self._stop = False

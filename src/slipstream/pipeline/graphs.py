@@ -1,0 +1,185 @@
+"""Forward and backward of a microbatch as one CUDA graph: one launch where the host made a thousand.
+
+Small models are bound by the host, which calls one kernel after another in less time than they take to run only
+if they are large. A recorded microbatch is replayed by one call. Its inputs are copied into tensors at fixed
+addresses; its weights are the replica's, which are written in place and never move; its loss and gradients stay
+where the recording put them.
+
+Invariants: a recording computes what the plain call computes, in the same order, so nothing changes but who
+launches the kernels. Gradients belong to the recording, so it is not replayed for another group while the update
+of the last one has yet to read them: that group is then computed plainly. What cannot be recorded is computed
+plainly for ever, with one warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.pipeline.microbatches import Microbatch
+from slipstream.pipeline.peers import Gradients
+from slipstream.pipeline.versions import Replica
+from slipstream.torch_private import add_, copy_, tree_leaves, tree_map
+
+PLAIN_GROUPS = 2  # of each replica before it is recorded: by then everything is compiled
+
+Computed = tuple[Tensor, Gradients]  # loss and gradients of a microbatch
+Loss = Callable[[Sequence[Replica], Microbatch], Tensor]
+
+
+class Recorder(Protocol):
+    """Something that can run a function again without Python."""
+
+    def record(self, body: Callable[[], Computed]) -> tuple[Computed, Callable[[], None]]:
+        """What `body` will have computed, at fixed addresses, whenever the returned call is made."""
+        ...
+
+
+class CudaGraphs:
+    """Records on a stream of its own. All graphs share a pool: they run one after the other, and what outlives a
+    replay is held by its `Recording`."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def record(self, body: Callable[[], Computed]) -> tuple[Computed, Callable[[], None]]:
+        current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        try:
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                body()  # libraries make their workspaces for this stream
+            current.wait_stream(self._stream)
+            # By thread: the one that loads data ahead may pin memory meanwhile.
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                computed = body()
+        finally:
+            torch.cuda.set_stream(current)  # a capture that fails leaves its own behind
+        return computed, graph.replay
+
+
+@dataclass
+class Recording:
+    """A microbatch at one replica, at fixed addresses."""
+
+    inputs: list[Tensor]
+    loss: Tensor
+    grads: Gradients
+    replay: Callable[[], None]
+    sums: Gradients = field(default_factory=list)  # over the microbatches of a group
+    group: int = -1  # whose gradients `grads` and `sums` hold
+
+
+class Graphs:
+    """The recordings of an emulator, made as its replicas come round."""
+
+    def __init__(
+        self, recorder: Recorder, loss: Loss, dtypes: Sequence[torch.dtype], microbatches: int
+    ) -> None:
+        self._recorder: Recorder | None = recorder
+        self._loss, self._dtypes, self._count = loss, list(dtypes), microbatches
+        self._recordings: dict[Hashable, Recording] = {}
+        self._met: dict[Hashable, set[int]] = {}
+
+    def run(
+        self, group: int, completed: int, replicas: Sequence[Replica], microbatch: Microbatch
+    ) -> Tensor | None:
+        """The loss of a microbatch whose gradients have been added to `.grad`; None: compute it plainly.
+
+        `completed` updates are done, so gradients of the groups before are no longer needed.
+        """
+        leaves = tree_leaves(microbatch)
+        if self._recorder is None or not all(isinstance(leaf, Tensor) or leaf is None for leaf in leaves):
+            return None
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        key = (
+            tuple(id(replica) for replica in replicas),
+            tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors),
+        )
+        recording = self._recordings.get(key)
+        if recording is None:
+            met = self._met.setdefault(key, set())
+            met.add(group)
+            if len(met) <= PLAIN_GROUPS:
+                return None
+            recording = self._record(replicas, microbatch, tensors)
+            if recording is None:
+                return None
+            self._recordings[key] = recording
+        if recording.group not in (-1, group) and recording.group >= completed:
+            return None
+        recording.group = group
+        copy_(recording.inputs, tensors)
+        recording.replay()
+        self._collect(recording, [p for replica in replicas for p in replica.parameters])
+        return recording.loss.clone()
+
+    def _record(
+        self, replicas: Sequence[Replica], microbatch: Microbatch, tensors: Sequence[Tensor]
+    ) -> Recording | None:
+        assert self._recorder is not None
+        parameters = [p for replica in replicas for p in replica.parameters]
+        inputs = [tensor.clone() for tensor in tensors]
+        fixed = iter(inputs)
+        held = tree_map(lambda leaf: next(fixed) if isinstance(leaf, Tensor) else leaf, microbatch)
+
+        def body() -> Computed:
+            loss = self._loss(replicas, held)
+            seed = torch.full_like(loss, 1.0 / self._count)
+            found = torch.autograd.grad(loss, parameters, seed, allow_unused=True)
+            return loss.detach(), _own(found, parameters)
+
+        try:
+            (loss, grads), replay = self._recorder.record(body)
+        except RuntimeError as error:
+            self._recorder = None
+            warnings.warn(
+                "A microbatch cannot be recorded as a CUDA graph, so its kernels are launched one by one: "
+                f"{str(error).splitlines()[0]}",
+                stacklevel=2,
+            )
+            return None
+        return Recording(inputs, loss, grads, replay)
+
+    def _collect(self, recording: Recording, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Into `.grad`, as autograd would: the first microbatch sets it, the others add to it."""
+        if self._count == 1 or all(p.dtype != d for p, d in zip(parameters, self._dtypes, strict=True)):
+            # Read by the update, or (narrow banks) added to wide sums, before the next replay.
+            for parameter, grad in zip(parameters, recording.grads, strict=True):
+                parameter.grad = grad
+            return
+        if not recording.sums:
+            recording.sums = [None if g is None else torch.empty_like(g) for g in recording.grads]
+        firsts, first_terms, sums, terms = [], [], [], []
+        for parameter, total, grad in zip(parameters, recording.sums, recording.grads, strict=True):
+            if grad is None:
+                continue
+            assert total is not None
+            if parameter.grad is None:
+                parameter.grad = total
+                firsts.append(total)
+                first_terms.append(grad)
+            else:
+                sums.append(parameter.grad)
+                terms.append(grad)
+        with torch.no_grad():
+            copy_(firsts, first_terms)
+            add_(sums, terms)
+
+
+def _own(grads: Sequence[Tensor | None], parameters: Sequence[torch.nn.Parameter]) -> Gradients:
+    """Each laid out as its parameter and sharing memory with no other, as autograd leaves them in `.grad`."""
+    seen: set[int] = set()
+    owned: Gradients = []
+    for grad, parameter in zip(grads, parameters, strict=True):
+        if grad is not None and (grad.stride() != parameter.stride() or grad.data_ptr() in seen):
+            grad = torch.empty_like(parameter).copy_(grad)
+        if grad is not None:
+            seen.add(grad.data_ptr())
+        owned.append(grad)
+    return owned

@@ -1,0 +1,189 @@
+"""Recorded microbatches: the same bits as plain ones. The recorder here runs Python again, at fixed addresses."""
+
+import copy
+
+import pytest
+import torch
+
+from pipeline import tiny
+from slipstream import Emulator, UserError
+from slipstream.optim.build import build
+from slipstream.pipeline import graphs
+from slipstream.pipeline.graphs import PLAIN_GROUPS, CudaGraphs
+
+GROUPS = 14
+
+
+class Again:
+    """Like a CUDA graph: recording computes nothing, a replay writes where the recording said."""
+
+    def __init__(self):
+        self.recorded = self.replayed = 0
+
+    def record(self, body):
+        self.recorded += 1
+        loss, grads = body()
+        fixed = [loss, *(g for g in grads if g is not None)]
+        for tensor in fixed:
+            tensor.fill_(torch.nan)
+
+        def replay():
+            self.replayed += 1
+            again, found = body()
+            for tensor, value in zip(fixed, [again, *(g for g in found if g is not None)], strict=True):
+                tensor.copy_(value)
+
+        return (loss, grads), replay
+
+
+class Broken:
+    def record(self, body):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+
+class Later:
+    """A norm that arrives when it is waited for."""
+
+    done = False
+
+    def is_completed(self):
+        return self.done
+
+    def wait(self):
+        self.done = True
+
+
+def as_on_a_gpu(emulator):
+    """An update is finished after the next group has been computed."""
+    peers = emulator._updater.peers
+    exchange, emulator._in_slack = peers.exchange, True
+
+    def later(squares, tally):
+        yield Later()
+        return (yield from exchange(squares, tally))
+
+    peers.exchange = later
+
+
+def train(recorder, optimizer=tiny.momentum, microbatches=4, model=None, slack=False, **options):
+    emulator = Emulator(
+        copy.deepcopy(model) if model is not None else tiny.Model(tied=True),
+        microbatches,
+        tiny.loss_fn,
+        optimizer,
+        recorder=recorder,
+        **{"correction": "error_feedback", "max_grad_norm": 0.5, **options},
+    )
+    if slack:
+        as_on_a_gpu(emulator)
+    losses = [loss.item() for g in range(GROUPS) for loss in emulator.step(*tiny.batch(g))]
+    return losses, [p.detach().clone() for p in emulator.master.parameters()], emulator.state_dict()
+
+
+def assert_same(found, expected):
+    assert found[0] == expected[0]
+    for one, other in zip(found[1], expected[1], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("slack", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("options", [{}, {"delay": 0}, {"delay": 3}, {"synchronous": 3}])
+def test_recorded_microbatches_change_no_bit(microbatches, options, slack):
+    slack = slack and options.get("delay", 1) > 0
+    recorder = Again()
+    expected = train(None, microbatches=microbatches, slack=slack, **options)
+    assert_same(train(recorder, microbatches=microbatches, slack=slack, **options), expected)
+    assert 1 <= recorder.recorded <= options.get("delay", 1) + 1
+    assert recorder.replayed >= (GROUPS - 3 * (PLAIN_GROUPS + 1) - 3) * microbatches
+
+
+@pytest.mark.parametrize("delay", [1, 3])
+def test_gradients_that_an_update_still_needs_are_not_overwritten(monkeypatch, delay):
+    """The first groups share a replica, and the second is computed before the first update is finished."""
+    monkeypatch.setattr(graphs, "PLAIN_GROUPS", 0)
+    for microbatches in (1, 4):
+        expected = train(None, microbatches=microbatches, slack=True, delay=delay)
+        assert_same(train(Again(), microbatches=microbatches, slack=True, delay=delay), expected)
+
+
+def test_narrow_banks():
+    expected = train(None, bank_dtype=torch.bfloat16, slack=True)
+    assert_same(train(Again(), bank_dtype=torch.bfloat16, slack=True), expected)
+
+
+def test_stages_of_their_own_delays():
+    def run(recorder):
+        emulator = Emulator(
+            stages=[tiny.Model(*tiny.cut(s, 3), tied=False) for s in range(3)],
+            n_microbatches=2,
+            loss_fn=tiny.loss_fn,
+            optimizer=tiny.momentum,
+            delay=[2, 1, 0],
+            recorder=recorder,
+        )
+        return [loss.item() for g in range(20) for loss in emulator.step(*tiny.batch(g))]
+
+    assert run(Again()) == run(None)
+
+
+@pytest.mark.parametrize(
+    "name", ["muon", "adamw", "soap", "adan", "lion", "mars", "ademamix", "scion", "normuon"]
+)
+def test_no_optimizer_keeps_a_gradient_by_reference(name):
+    """Gradients lie at fixed addresses and are overwritten by the next group."""
+    if name not in ("muon", "adamw", "normuon", "scion"):
+        pytest.importorskip("pytorch_optimizer")
+    expected = train(None, lambda module: build(name, module), microbatches=1, slack=True)
+    assert_same(train(Again(), lambda module: build(name, module), microbatches=1, slack=True), expected)
+
+
+def test_what_cannot_be_recorded_is_computed_plainly_with_one_warning():
+    expected = train(None)
+    with pytest.warns(UserWarning, match="not permitted when stream is capturing") as caught:
+        assert_same(train(Broken()), expected)
+    assert len(caught) == 1
+
+
+def test_a_restored_state_goes_on_in_place():
+    recorder = Again()
+    _, _, state = train(recorder)
+    emulator = Emulator(
+        tiny.Model(tied=True), 4, tiny.loss_fn, tiny.momentum, max_grad_norm=0.5, recorder=recorder
+    )
+    for g in range(8):
+        emulator.step(*tiny.batch(g))
+    emulator.load_state_dict(state)
+    plain = Emulator(tiny.Model(tied=True), 4, tiny.loss_fn, tiny.momentum, max_grad_norm=0.5)
+    plain.load_state_dict(state)
+    for g in range(GROUPS, GROUPS + 6):
+        assert [x.item() for x in emulator.step(*tiny.batch(g))] == [
+            x.item() for x in plain.step(*tiny.batch(g))
+        ]
+
+
+def test_a_mismatch_cannot_be_recorded():
+    with pytest.raises(UserError, match="one set of weights"):
+        Emulator(tiny.Model(tied=False), 1, tiny.loss_fn, tiny.momentum, mismatch=1, recorder=Again())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_cuda_graphs_change_no_bit(microbatches, delay):
+    def run(recorder):
+        emulator = Emulator(
+            tiny.Model(tied=True).cuda(),
+            microbatches,
+            tiny.loss_fn,
+            tiny.momentum,
+            max_grad_norm=0.5,
+            delay=delay,
+            recorder=recorder,
+        )
+        batches = [tuple(tensor.cuda() for tensor in tiny.batch(g)) for g in range(GROUPS)]
+        losses = [loss for x, y in batches for loss in emulator.step(x, y)]
+        return [loss.item() for loss in losses]
+
+    assert run(CudaGraphs()) == run(None)
