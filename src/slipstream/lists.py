@@ -15,7 +15,7 @@ from slipstream import torch_private
 from slipstream.kernels.combine import can_combine, combine
 from slipstream.torch_private import copy_, lerp_, mul_, norms
 
-__all__ = ["add_", "copy_", "extrapolate", "lerp_", "mul_", "norms", "sum_of"]
+__all__ = ["add_", "copy_", "extrapolate", "lerp_", "lerp_and_add", "mul_", "norms"]
 
 Tensors = Sequence[Tensor]
 
@@ -32,13 +32,15 @@ def add_(targets: Tensors, others: Tensors, alpha: float = 1.0, factor: float = 
     torch_private.add_(targets, others, alpha)
 
 
-def sum_of(outs: Tensors, ones: Tensors, others: Tensors, alpha: float) -> None:
-    """outs ← ones + alpha others."""
-    if outs and can_combine(outs, ones, others):
-        combine(outs, 1.0, ones, alpha, others)
+def lerp_and_add(starts: Tensors, ends: Tensors, weight: float, outs: Tensors, alpha: float) -> None:
+    """starts ← starts + weight (ends - starts), then outs ← starts + alpha ends."""
+    if starts and can_combine(starts, ends, outs):
+        keep = 1 - weight
+        combine(starts, keep, starts, weight, ends, also=(outs, keep, weight + alpha))
         return
-    for out, one, other in zip(outs, ones, others, strict=True):
-        torch.add(one, other, alpha=alpha, out=out)
+    lerp_(starts, ends, weight)
+    for out, start, end in zip(outs, starts, ends, strict=True):
+        torch.add(start, end, alpha=alpha, out=out)
 
 
 def extrapolate(outs: Tensors, starts: Tensors, ends: Tensors, weight: float) -> None:

@@ -1,6 +1,6 @@
 """Lists of tensors combined in one launch, dtypes as they come.
 
-    out = a x + b y        for each tensor of three lists, computed in float32
+    out = a x + b y        for each tensor of three lists, computed in float32; a second such sum on request
 
 torch's own list operations take the slow way, a launch per tensor, as soon as dtypes differ. That is where a
 training step on bf16 weights and an fp32 master needs them: gradients into their sums, momentum into the stacks
@@ -73,19 +73,28 @@ def _cut(sizes: tuple[int, ...]) -> list[int]:
 _addresses, _blocks = _Tables(list), _Tables(_cut)
 
 
-def combine(outs: Tensors, a: float, xs: Tensors, b: float, ys: Tensors) -> None:
-    """outs ← a xs + b ys. `outs` may be `xs` or `ys`."""
+def combine(
+    outs: Tensors,
+    a: float,
+    xs: Tensors,
+    b: float,
+    ys: Tensors,
+    also: tuple[Tensors, float, float] | None = None,
+) -> None:
+    """outs ← a xs + b ys and, given `also` = (others, c, d), others ← c xs + d ys. `outs` may be `xs` or `ys`."""
     import triton.language as tl
 
     from slipstream.kernels.programs import combine_lists
 
     types = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    others, c, d = also or ((), 0.0, 0.0)
     device, sizes = outs[0].device, tuple(out.numel() for out in outs)
-    addresses = tuple(t.data_ptr() for tensors in (outs, xs, ys) for t in tensors)
+    addresses = tuple(t.data_ptr() for tensors in (outs, xs, ys, others) for t in tensors)
     blocks = _blocks.get(sizes, device)
     combine_lists[(len(blocks) // 3,)](  # pyright: ignore[reportIndexIssue]
-        _addresses.get(addresses, device), blocks, len(outs), a, b,
+        _addresses.get(addresses, device), blocks, len(outs), a, b, c, d,
         out_type=types[outs[0].dtype], x_type=types[xs[0].dtype], y_type=types[ys[0].dtype],
+        also_type=types[others[0].dtype] if others else None,
         aligned=all(value % 16 == 0 for value in addresses + sizes),
         BLOCK=_BLOCK, PIECE=_PIECE, num_warps=4,
     )  # fmt: skip

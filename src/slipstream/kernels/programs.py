@@ -6,11 +6,11 @@ import triton.language as tl
 
 @triton.jit
 def combine_lists(
-    addresses, blocks, count, a, b,
-    out_type: tl.constexpr, x_type: tl.constexpr, y_type: tl.constexpr,
+    addresses, blocks, count, a, b, c, d,
+    out_type: tl.constexpr, x_type: tl.constexpr, y_type: tl.constexpr, also_type: tl.constexpr,
     aligned: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """One block of one tensor, a piece at a time."""
+    """One block of one tensor, a piece at a time: out = a x + b y and, with `also_type`, also = c x + d y."""
     entry = blocks + 3 * tl.program_id(0)
     tensor, number, size = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     out = tl.load(addresses + tensor).to(tl.pointer_type(out_type))
@@ -22,19 +22,39 @@ def combine_lists(
     for piece in tl.static_range(0, BLOCK, PIECE):
         here = number * BLOCK + piece + tl.arange(0, PIECE)
         inside = here < size
-        result = a * tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
-        result += b * tl.load(y + here, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + here, result.to(out_type), mask=inside)
+        x_here = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
+        y_here = tl.load(y + here, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + here, (a * x_here + b * y_here).to(out_type), mask=inside)
+        if also_type is not None:
+            also = tl.load(addresses + 3 * count + tensor).to(tl.pointer_type(also_type))
+            if aligned:
+                also = tl.multiple_of(also, 16)
+            tl.store(also + here, (c * x_here + d * y_here).to(also_type), mask=inside)
+
+
+@triton.jit
+def divide_rows(x, out, divisors, least, size, BLOCK: tl.constexpr):
+    """out[n, :] = x[n, :] / max(divisors[n], least); one block of one row."""
+    row = tl.program_id(1).to(tl.int64)
+    here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = here < size
+    divisor = tl.maximum(tl.load(divisors + row), least)
+    value = tl.load(x + row * size + here, mask=inside, other=0.0).to(tl.float32) / divisor
+    tl.store(out + row * size + here, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def symmetric_tile(
-    a_ptr, b_ptr, out_ptr, d_ptr, e_ptr, alpha, beta, gamma, m, k,
-    a_batch, a_row, a_column, b_batch, b_row, b_column,
-    terms: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+    a_ptr, b_ptr, out_ptr, d_ptr, e_ptr, alpha, beta, gamma, diagonal, m, k,
+    terms: tl.constexpr, tall: tl.constexpr, tma: tl.constexpr, even: tl.constexpr,
+    TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One tile (row >= column) of one matrix. D, E and C are contiguous."""
-    tile, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """One tile (row >= column) of one matrix. Every matrix is contiguous.
+
+    With `tma`, a and b are descriptors of all matrices below each other. Rows beyond a matrix then belong to
+    the next one, or read from the matrix's own start: what comes of them is never written.
+    """
+    tile, batch = tl.program_id(0), tl.program_id(1)
     # The number of a tile below the diagonal, counted row by row: tile = row (row + 1) / 2 + column.
     row = ((tl.sqrt(8.0 * tile.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
     row = tl.where((row + 1) * (row + 2) // 2 <= tile, row + 1, row)
@@ -42,28 +62,48 @@ def symmetric_tile(
     column = tile - row * (row + 1) // 2
     rows = row * TILE + tl.arange(0, TILE)
     columns = column * TILE + tl.arange(0, TILE)
-    steps = tl.arange(0, STEP)
-    # Rows beyond the matrix read from its start instead: their results are never written.
-    a_at = a_ptr + batch * a_batch + ((rows % m)[:, None] * a_row + steps[None, :] * a_column)
-    b_at = b_ptr + batch * b_batch + (steps[:, None] * b_row + (columns % m)[None, :] * b_column)
     total = tl.zeros((TILE, TILE), dtype=tl.float32)
-    for done in range(0, k, STEP):
-        left = k - done
-        a = tl.load(a_at, mask=steps[None, :] < left, other=0.0)
-        b = tl.load(b_at, mask=steps[:, None] < left, other=0.0)
-        total = tl.dot(a, b, total)
-        a_at += STEP * a_column
-        b_at += STEP * b_row
+    if tma:
+        for done in range(0, k, STEP):
+            if tall:
+                a = a_ptr.load([batch * k + done, row * TILE])
+                b = b_ptr.load([batch * k + done, column * TILE])
+                total = tl.dot(a.T, b, total)
+            else:
+                a = a_ptr.load([batch * m + row * TILE, done])
+                b = b_ptr.load([batch * m + column * TILE, done])
+                total = tl.dot(a, b.T, total)
+    else:
+        steps = tl.arange(0, STEP)
+        start = batch.to(tl.int64) * m * k
+        if tall:
+            a_at = a_ptr + start + ((rows % m)[:, None] + steps[None, :] * m)
+            b_at = b_ptr + start + (steps[:, None] * m + (columns % m)[None, :])
+            stride = m
+        else:
+            a_at = a_ptr + start + ((rows % m)[:, None] * k + steps[None, :])
+            b_at = b_ptr + start + (steps[:, None] + (columns % m)[None, :] * k)
+            stride = 1
+        for done in range(0, k, STEP):
+            if even:
+                total = tl.dot(tl.load(a_at), tl.load(b_at), total)
+            else:
+                a = tl.load(a_at, mask=steps[None, :] < k - done, other=0.0)
+                b = tl.load(b_at, mask=steps[:, None] < k - done, other=0.0)
+                total = tl.dot(a, b, total)
+            a_at += STEP * stride
+            b_at += STEP * stride
     total *= alpha
-    here = batch * m * m + rows[:, None] * m + columns[None, :]
+    base = batch.to(tl.int64) * m * m
+    here = base + rows[:, None] * m + columns[None, :]
     inside = (rows < m)[:, None] & (columns < m)[None, :]
     if terms > 0:
         total += beta * tl.load(d_ptr + here, mask=inside, other=0.0).to(tl.float32)
     if terms > 1:
         total += gamma * tl.load(e_ptr + here, mask=inside, other=0.0).to(tl.float32)
+    total = tl.where(rows[:, None] == columns[None, :], total + diagonal, total)
     result = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + here, result, mask=inside)
     if row != column:
-        mirror = batch * m * m + columns[:, None] * m + rows[None, :]
-        inside_mirror = (columns < m)[:, None] & (rows < m)[None, :]
-        tl.store(out_ptr + mirror, tl.trans(result), mask=inside_mirror)
+        mirror = base + columns[:, None] * m + rows[None, :]
+        tl.store(out_ptr + mirror, tl.trans(result), mask=tl.trans(inside))

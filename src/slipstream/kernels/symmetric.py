@@ -1,6 +1,6 @@
 """Batched matrix products whose result is known to be symmetric, at half the work.
 
-    C = α A B + β D + γ E        for each of N matrices; A B, D and E symmetric, [M, M]
+    C = α A Bᵀ + β D + γ E + δ I        for each of N matrices; A Bᵀ, D and E symmetric, [M, M]
 
 Only the tiles on and below the diagonal are computed; each is also written, transposed, to its mirror place.
 So C is symmetric to the last bit. X Xᵀ is one such product, and so is every product of two polynomials in one
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from slipstream.kernels.compiler import runs_on
 
+Terms = tuple[tuple[float, Tensor], ...]
+
 
 class Tiling(NamedTuple):
     """How a product is cut. Chosen by measurement and not at run time: a choice changes the rounding."""
@@ -24,52 +26,67 @@ class Tiling(NamedTuple):
     step: int
     stages: int
     warps: int
+    tma: bool
 
 
-TILINGS = {True: Tiling(128, 64, 4, 8), False: Tiling(64, 64, 4, 4)}  # by whether M is large
-
-
-def tiling(m: int) -> Tiling:
-    return TILINGS[m > 512]
+def tiling(m: int, k: int) -> Tiling:
+    return Tiling(128, 64, 3, 4, tma=False) if m > 512 else Tiling(64, 64, 4, 4, tma=False)
 
 
 def symmetric_product(
     a: Tensor,
     b: Tensor,
     alpha: float = 1.0,
-    plus: tuple[tuple[float, Tensor], ...] = (),
+    plus: Terms = (),
+    diagonal: float = 0.0,
+    tall: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """α A B + Σ β D, A [N, M, K], B [N, K, M], at most two (β, D [N, M, M]); `out` may be none of them."""
-    out = a.new_empty(a.shape[0], a.shape[1], a.shape[1]) if out is None else out
+    """α A Bᵀ + Σ β D + δ I for A, B [N, M, K] and at most two (β, D [N, M, M]). `tall`: Aᵀ B for A, B [N, K, M].
+
+    All contiguous; `out` is none of the others.
+    """
+    m = a.shape[2 if tall else 1]
+    out = a.new_empty(a.shape[0], m, m) if out is None else out
     if runs_on(a.device) and a.dtype in (torch.bfloat16, torch.float16):
-        return _launch(a, b, alpha, plus, out)
-    return _plain(a, b, alpha, plus, out)
-
-
-def _plain(a: Tensor, b: Tensor, alpha: float, plus: tuple[tuple[float, Tensor], ...], out: Tensor) -> Tensor:
-    if not plus:
-        torch.bmm(a, b, out=out)
-        return out.mul_(alpha) if alpha != 1 else out
-    (beta, base), *more = plus
-    torch.baddbmm(base, a, b, beta=beta, alpha=alpha, out=out)
-    for gamma, other in more:
-        out.add_(other, alpha=gamma)
+        _launch(a, b, alpha, plus, diagonal, tall, out)
+    else:
+        _plain(*((a.mT, b) if tall else (a, b.mT)), alpha, plus, diagonal, out)
     return out
+
+
+def _plain(a: Tensor, b: Tensor, alpha: float, plus: Terms, diagonal: float, out: Tensor) -> None:
+    torch.bmm(a, b, out=out)
+    if alpha != 1:
+        out.mul_(alpha)
+    for factor, term in plus:
+        out.add_(term, alpha=factor)
+    if diagonal:
+        out.diagonal(dim1=1, dim2=2).add_(diagonal)
 
 
 def _launch(
-    a: Tensor, b: Tensor, alpha: float, plus: tuple[tuple[float, Tensor], ...], out: Tensor
-) -> Tensor:
+    a: Tensor, b: Tensor, alpha: float, plus: Terms, diagonal: float, tall: bool, out: Tensor
+) -> None:
     from slipstream.kernels.programs import symmetric_tile
 
-    count, m, k = a.shape
-    (beta, d), (gamma, e) = (*plus, (0.0, out), (0.0, out))[:2]
+    count, m, k = (a.shape[0], a.shape[2], a.shape[1]) if tall else a.shape
+    cut = tiling(m, k)
+    even = k % cut.step == 0
+    tma = cut.tma and a.shape[2] % 8 == 0 and (even or not tall)
+    if tma:
+        from triton.tools.tensor_descriptor import TensorDescriptor
 
-    cut = tiling(m)
+        block = [cut.step, cut.tile] if tall else [cut.tile, cut.step]
+        given = [
+            TensorDescriptor(x, [count * x.shape[1], x.shape[2]], [x.shape[2], 1], block) for x in (a, b)
+        ]
+    else:
+        given = [a, b]
+    (beta, d), (gamma, e) = (*plus, (0.0, out), (0.0, out))[:2]
     tiles = -(-m // cut.tile)
     symmetric_tile[tiles * (tiles + 1) // 2, count](  # pyright: ignore[reportIndexIssue]
-        a, b, out, d, e, alpha, beta, gamma, m, k, *a.stride(), *b.stride(),
-        terms=len(plus), TILE=cut.tile, STEP=cut.step, num_stages=cut.stages, num_warps=cut.warps,
+        *given, out, d, e, alpha, beta, gamma, diagonal, m, k,
+        terms=len(plus), tall=tall, tma=tma, even=even,
+        TILE=cut.tile, STEP=cut.step, num_stages=cut.stages, num_warps=cut.warps,
     )  # fmt: skip
-    return out

@@ -6,8 +6,8 @@ matrix. They all commute, so the Gram matrix can be iterated alone and X multipl
     G = X Xᵀ        Z = b G + c G²        Q ← Q (a I + Z)        G ← (a I + Z) G (a I + Z)        X ← Q X
 
 Every product but the last is symmetric (`kernels/symmetric.py`: half the work) and on the smaller side only.
-For [960, 2560] that is 26 GFLOP instead of 56. Identity parts are kept apart as scalars (Q = q I + Q', say),
-because half precision would round small entries away beside them.
+For [960, 2560] that is 26 GFLOP instead of 56. The identity's part of Q and of a I + Z is kept apart as a
+scalar, because half precision would round small entries away beside it; Q gets it in the end.
 
 G loses small eigenvalues to rounding as it is iterated, so after three iterations X is multiplied and G made
 anew. In fp16, which X of norm 1 fits into, the result is nearer to the exact polynomial's than the plain
@@ -35,8 +35,8 @@ def orthogonalise_by_gram(x: Tensor, steps: int, coefficients: tuple[float, floa
     spare = [x.new_empty(x.shape[0], side, side) for _ in range(4)]
     y = torch.empty_like(x)
     for count in _parts(steps):
-        factor, polynomial = _polynomial(*((x, x.mT) if wide else (x.mT, x)), count, coefficients, spare)
-        torch.baddbmm(x, *((polynomial, x) if wide else (x, polynomial)), beta=factor, out=y)
+        polynomial = _polynomial(x, not wide, count, coefficients, spare)
+        torch.bmm(*((polynomial, x) if wide else (x, polynomial)), out=y)
         x, y = y, x
     return x
 
@@ -48,26 +48,28 @@ def _parts(steps: int) -> Iterator[int]:
 
 
 def _polynomial(
-    x: Tensor, transposed: Tensor, steps: int, coefficients: tuple[float, float, float], spare: list[Tensor]
-) -> tuple[float, Tensor]:
-    """(q, Q') with Q = q I + Q' what `steps` iterations multiply X by."""
+    x: Tensor, tall: bool, steps: int, coefficients: tuple[float, float, float], spare: list[Tensor]
+) -> Tensor:
+    """Q, what `steps` iterations multiply X by; it lies in one of `spare`."""
     a, b, c = coefficients
-    gram, z, other, q_part = spare
-    symmetric_product(x, transposed, out=gram)
-    factor = a
+    gram, z, q, other = spare
+    symmetric_product(x, x, tall=tall, out=gram)
+    factor = 1.0  # Q = factor I + q
     for step in range(steps):
+        last = step == steps - 1
+        diagonal = factor * a if last else 0.0
         if step == 0:
-            symmetric_product(gram, gram, c, ((b, gram),), out=q_part)
-            z_now = q_part
+            symmetric_product(gram, gram, c, ((b, gram),), diagonal, out=q)
+            step_z = q
         else:
             symmetric_product(gram, gram, c, ((b, gram),), out=z)
-            symmetric_product(q_part, z, 1.0, ((a, q_part), (factor, z)), out=other)
-            q_part, other = other, q_part
-            factor *= a
-            z_now = z
-        if step < steps - 1:
-            symmetric_product(z_now, gram, 1.0, ((a, gram),), out=other)
+            symmetric_product(q, z, 1.0, ((a, q), (factor, z)), diagonal, out=other)
+            q, other = other, q
+            step_z = z
+        factor *= a
+        if not last:
+            symmetric_product(step_z, gram, 1.0, ((a, gram),), out=other)
             gram, other = other, gram
-            symmetric_product(gram, z_now, 1.0, ((a, gram),), out=other)
+            symmetric_product(gram, step_z, 1.0, ((a, gram),), out=other)
             gram, other = other, gram
-    return factor, q_part
+    return q

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from slipstream.errors import UserError
-from slipstream.lists import add_, copy_, lerp_, sum_of
+from slipstream.lists import add_, copy_, lerp_, lerp_and_add
 from slipstream.optim.newton_schulz import STEPS
 from slipstream.optim.sharded import Batch, Groups, Wait, exchange_groups, local, orthogonal
 from slipstream.optim.velocity import adam_velocity, groups_and_states
@@ -138,15 +138,15 @@ class Muon(Optimizer):
     def _muon(self, group: dict[str, Any], params: list[Parameter], grads: list[Tensor]) -> Iterator[Wait]:
         states = [self._state_of(group, parameter) for parameter in params]
         momenta = [local(state["momentum_buffer"]) for state in states]
-        lerp_(momenta, grads, 1 - group["momentum"])
         blend = group["momentum"] ** group["lookahead"]
 
         def fill(indices: list[int], outs: list[Tensor]) -> None:
-            terms = [grads[i] for i in indices]
+            moved, terms = [momenta[i] for i in indices], [grads[i] for i in indices]
             # Orthogonal(U) does not depend on U's size, so U / blend will do: one pass, cast included.
             if blend:
-                sum_of(outs, [momenta[i] for i in indices], terms, (1 - blend) / blend)
+                lerp_and_add(moved, terms, 1 - group["momentum"], outs, (1 - blend) / blend)
             else:
+                lerp_(moved, terms, 1 - group["momentum"])
                 copy_(outs, terms)
 
         for item in orthogonal(params, fill, group["steps"], self._groups):

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.compiler import runs_on
+from slipstream.kernels.divide import divided
 from slipstream.lists import norms
 from slipstream.optim.gram import orthogonalise_by_gram
 
@@ -48,10 +49,8 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 def orthogonalise(stack: Tensor, steps: int = STEPS) -> Tensor:
     """The orthogonal factor of each matrix of `stack` [N, R, C], in its dtype. `stack` serves as scratch."""
     if stack.dtype == torch.bfloat16 and runs_on(stack.device):
-        sizes = torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True, dtype=torch.float32)
-        x = torch.empty_like(stack, dtype=torch.float16)
-        torch.div(stack, sizes.clamp_(min=EPS), out=x)
-        return orthogonalise_by_gram(x, steps, COEFFICIENTS)
+        sizes = torch.linalg.vector_norm(stack, dim=(1, 2), dtype=torch.float32)
+        return orthogonalise_by_gram(divided(stack, sizes, EPS, torch.float16), steps, COEFFICIENTS)
     a, b, c = COEFFICIENTS
     count, rows, columns = stack.shape
     wide = rows <= columns
