@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from slipstream.data.shards import find_shards, fingerprint, open_shard, read_me
 from slipstream.errors import DataError
 
 IGNORE = -100  # a target that does not count in the loss
+_BLOCK_GROUPS = 32
 T = TypeVar("T")
 
 
@@ -53,8 +55,13 @@ class TokenDataset:
         self.paths = find_shards(self.folder, split)
         self.shards = [open_shard(path) for path in self.paths]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])
+        self._views = [
+            sliding_window_view(shard, sequence + 1) if len(shard) > sequence else None
+            for shard in self.shards
+        ]
         self.num_tokens = int(self.starts[-1])
         self.num_windows = max(0, self.num_tokens - 1) // sequence
+        self._block: tuple[int, NDArray[np.int64]] = (-1, np.empty((0, 0), dtype=np.int64))
         meta = read_meta(self.folder)
         self.end_of_document: int | None = meta.get("end_of_document")
         self.mask_document_ends = mask_document_ends
@@ -75,8 +82,7 @@ class TokenDataset:
             )
 
     def batch(self, group: int) -> tuple[Tensor, Tensor]:
-        samples = group * self.batch_size + np.arange(self.batch_size, dtype=np.int64)
-        rows = np.stack([self._window(int(window)) for window in self.windows(samples)])
+        rows = self._rows(self._windows_of(group))
         if self.vocab is not None and rows.max() >= self.vocab:
             raise DataError(
                 f"{self.folder} holds token {rows.max()}, but the model's vocabulary is {self.vocab}. "
@@ -86,6 +92,15 @@ class TokenDataset:
         if self.mask_document_ends:
             targets[inputs == self.end_of_document] = IGNORE
         return inputs, targets
+
+    def _windows_of(self, group: int) -> NDArray[np.int64]:
+        """Found for several groups at once: of few samples the permutation costs as much as of many."""
+        block, place = divmod(group, _BLOCK_GROUPS)
+        if block != self._block[0]:
+            size = _BLOCK_GROUPS * self.batch_size
+            samples = block * size + np.arange(size, dtype=np.int64)
+            self._block = (block, self.windows(samples).reshape(_BLOCK_GROUPS, self.batch_size))
+        return self._block[1][place]
 
     def windows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """The window each sample reads."""
@@ -102,6 +117,22 @@ class TokenDataset:
 
     def fingerprint(self) -> str:
         return fingerprint(self.paths)
+
+    def _rows(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """All windows of a batch, a few calls for each shard: row by row, the thread that loads ahead would take
+        the interpreter from the one that trains."""
+        starts = windows * self.sequence
+        shards = np.searchsorted(self.starts, starts, side="right") - 1
+        inside = starts + self.sequence < self.starts[shards + 1]
+        rows = np.empty((len(windows), self.sequence + 1), dtype=np.int64)
+        for shard in np.unique(shards[inside]):
+            chosen = np.flatnonzero(inside & (shards == shard))
+            view = self._views[shard]
+            assert view is not None
+            rows[chosen] = view[starts[chosen] - self.starts[shard]]
+        for index in np.flatnonzero(~inside):
+            rows[index] = self._window(int(windows[index]))
+        return rows
 
     def _window(self, window: int) -> NDArray[np.int64]:
         """Tokens [window * T, window * T + T], across shards where need be."""

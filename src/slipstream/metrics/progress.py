@@ -44,7 +44,8 @@ class Show:
         if self._bar is not None:
             self._bar.update(self._task, completed=event["step"], line=line)
         elif event["step"] % self._every == 0 or event["step"] == self._total:
-            self._console.print(f"step {event['step']}/{self._total}  {line}", soft_wrap=True)
+            # Not through the console, whose layout of a line takes longer than all the rest of a report.
+            print(f"step {event['step']}/{self._total}  {line}", file=self._console.file, flush=True)
 
     def note(self, text: str, style: str = "") -> None:
         """A line of its own, above the bar if there is one."""

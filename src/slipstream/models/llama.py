@@ -9,6 +9,8 @@ Shapes: B sequences, T tokens, D model width, H query heads, K key-value heads, 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,13 +33,15 @@ class RMSNorm(nn.Module):
 
 
 @torch.compiler.disable  # compiled together, every layer would take cosines again instead of reading them
+@lru_cache(maxsize=8)  # ten launches a forward otherwise
 def rotary_table(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin [T, h] of position * theta^(-2i/h), in float32; both halves of h hold the same angles."""
-    exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    position = torch.arange(length, device=device, dtype=torch.float32)
-    angle = torch.outer(position, theta**-exponent)
-    angle = torch.cat((angle, angle), dim=-1)
-    return angle.cos(), angle.sin()
+    with torch.inference_mode(False):  # made in an evaluation, they must serve a training as well
+        exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+        position = torch.arange(length, device=device, dtype=torch.float32)
+        angle = torch.outer(position, theta**-exponent)
+        angle = torch.cat((angle, angle), dim=-1)
+        return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

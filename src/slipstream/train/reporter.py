@@ -179,7 +179,8 @@ class Reporter:
 
 def memory_bytes() -> int:
     """The peak of this process: of the GPU if it uses one, else resident."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
+    if torch.cuda.is_initialized():
+        # What `max_memory_allocated` gives, without the table of all statistics it writes first.
+        return torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
