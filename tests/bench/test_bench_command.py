@@ -46,7 +46,11 @@ def test_json_has_the_promised_fields(capsys: pytest.CaptureFixture[str], tmp_pa
         assert all(len(ranks) == 2 for ranks in row["peak_memory_bytes"].values())
     assert "DualPipeV requires" in rows[0]["errors"]["torch_dualpipev"]  # at m = 2; at m = 4 it runs
     assert rows[1]["torch_dualpipev_ms"] > 0
-    assert "measured" in picture.read_text()
+    drawn = picture.read_text()
+    for label in ("slipstream", "torch 1F1B", "torch GPipe", "torch interleaved 1F1B", "torch ZB-V"):
+        assert f"{label}, predicted" in drawn
+        assert f"{label}, measured" in drawn
+    assert "torch DualPipeV" not in drawn  # it failed
 
 
 def test_the_table_names_every_contender(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from slipstream.bench.measure import Result, measure
+from slipstream.bench.rivals import RIVALS
 from slipstream.bench.timeline import GROUPS, measure_timeline, predict
 from slipstream.bench.work import Work
 from slipstream.distributed import RankPool
@@ -55,6 +56,19 @@ def test_the_measured_timeline_is_the_predicted_one(pool: RankPool) -> None:
         assert order == [(a.kind, a.microbatch, a.group) for a in planned if a.microbatch is not None]
         assert len(order) == GROUPS * 4 * 2
     assert measured.makespan == pytest.approx(predicted.makespan, rel=0.15)
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_torchs_schedules_are_measured_and_predicted_alike(pool: RankPool, name: str) -> None:
+    work = Work("sleep", stages=2, microbatches=4, forward_seconds=0.004, backward_seconds=0.008)
+    measured, in_flight = measure_timeline(pool, work, name)
+    assert in_flight is None
+    predicted = predict(work, measured, in_flight, name)
+    for ran, planned in zip(measured.ranks, predicted.ranks, strict=True):
+        computed = [action for action in ran if action.microbatch is not None]
+        assert computed == [action for action in planned if action.microbatch is not None]
+        assert [action.group for action in ran if action.microbatch is None] == list(range(GROUPS))
+    assert measured.makespan >= 0.9 * predicted.makespan
 
 
 @pytest.mark.slow

@@ -23,6 +23,8 @@ from slipstream.metrics.report_page import (
     thin,
 )
 from slipstream.metrics.report_timeline import delays, lanes, period, predict, spans
+from slipstream.schedule.generate import build
+from slipstream.schedule.simulate import Costs, simulate
 
 from .conftest import COSTS, MICROBATCHES, STAGES, timeline_event
 
@@ -167,6 +169,29 @@ def test_a_run_that_follows_the_simulator_is_predicted_exactly():
     drawn = lanes(event, start, "t")
     assert isinstance(drawn, Lanes)
     assert "+0.0%" in drawn.note or "-0.0%" in drawn.note
+
+
+@pytest.mark.parametrize("depth", [STAGES, MICROBATCHES])
+def test_a_recording_that_begins_in_mid_run_is_laid_over_its_prediction(depth):
+    """It begins with backwards of the group before, and with as many in flight as the engine chose."""
+    schedule = build("2bw", stages=STAGES, microbatches=MICROBATCHES, groups=9, in_flight=depth)
+    timeline = simulate(schedule, Costs(**COSTS))
+    began = {
+        span.rank: span.start
+        for span in reversed(timeline.spans)
+        if span.action.kind == "F" and (span.action.group, span.action.microbatch) == (4, 0)
+    }
+    rows = [
+        [span.rank, *span.action, span.start, span.end]
+        for span in timeline.spans
+        if span.start >= began[span.rank] and span.action.group < 7
+    ]
+    event = {"event": "timeline", "step": 4, "spans": json.loads(json.dumps(rows)), "predicted": COSTS}
+    measured = spans(event)
+    assert any(bar[4] == 3 for bar in measured)
+    start = {"schedule": "2bw", "stages": STAGES, "microbatches": MICROBATCHES}
+    found = {bar[:5]: bar[6:] for bar in predict(measured, COSTS, start)}
+    assert all(found[bar[:5]] == pytest.approx(bar[6:]) for bar in measured)
 
 
 def test_a_timeline_without_costs_or_with_an_unknown_schedule_shows_the_measurement_alone():

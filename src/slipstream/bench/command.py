@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import Console
 
 from slipstream.bench.balance import measure_head_layers
-from slipstream.bench.measure import bench, parse_rivals
+from slipstream.bench.measure import ENGINE, bench, parse_rivals
 from slipstream.bench.probe import probe
 from slipstream.bench.report import print_probe, print_result, record
-from slipstream.bench.timeline import check_plottable, draw
+from slipstream.bench.timeline import check_plottable, draw, label
 from slipstream.bench.work import Work
 from slipstream.distributed import RankPool, partitioned
 from slipstream.errors import UserError
@@ -95,8 +95,10 @@ def run(request: Request, *, plot: Path | None, out: Path | None, as_json: bool)
             if not as_json:
                 print_result(console, result)
         if plot is not None:
-            draw(pool, works[0], plot)
-            notes.print(f"timeline: {plot}")
+            progress("timelines")
+            for name, error in draw(pool, works[0], plot, [ENGINE, *against], seconds).items():
+                notes.print(f"no timeline of {label(name)}: {error}", markup=False)
+            notes.print(f"timelines: {plot}")
     if as_json:
         print(json.dumps(records, indent=2))
 

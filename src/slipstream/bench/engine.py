@@ -16,6 +16,7 @@ from slipstream.bench.work import (
 )
 from slipstream.pipeline.runtime import Schedule2BW
 from slipstream.schedule.actions import Kind
+from slipstream.schedule.timeline import Span
 
 
 class EngineRun:
@@ -47,10 +48,14 @@ class EngineRun:
     def step(self) -> None:
         self.schedule.step(*self.inputs, **self.target)
 
-    def drain(self) -> None:
+    def take_trace(self) -> list[Span]:
+        """What was done since the last call, with what was in flight."""
         self.schedule.drain()
+        return self.schedule.take_trace()
+
+    def drain(self) -> None:
         self.ends += [
             span.end
-            for span in self.schedule.take_trace()
+            for span in self.take_trace()
             if span.action.kind is Kind.BACKWARD and span.action.microbatch == self.last_microbatch
         ]

@@ -7,6 +7,7 @@ all-reduce before the step, which every rank has to wait for.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ from slipstream.bench.work import (
     loss_of,
     prepare,
 )
+from slipstream.pipeline.torch_trace import TorchTrace
+from slipstream.schedule.timeline import Span
 from slipstream.torch_private import greeting_others_only
 
 
@@ -66,9 +69,12 @@ RIVALS = {
 
 
 class RivalRun:
-    """One rank of a synchronous schedule: `step` is one whole update, so `drain` has nothing to do."""
+    """One rank of a synchronous schedule: `step` is one whole update, so `drain` has nothing to do.
 
-    def __init__(self, rival: Rival, work: Work, rank: int) -> None:
+    It is timed as torch made it; only a run that is to be drawn is `traced`.
+    """
+
+    def __init__(self, rival: Rival, work: Work, rank: int, traced: bool = False) -> None:
         parts = rival.stages_per_rank * work.stages
         placed = rival.placement(rank, work.stages)
         owners = rival.owners(work.stages)
@@ -81,11 +87,13 @@ class RivalRun:
             greeting_others_only(PipelineStage(module, part, parts, device))
             for module, part in zip(self.modules, placed, strict=True)
         ]
+        self.trace = TorchTrace(stages, rank, device) if traced else None
+        loss = loss_of(work)
         build = getattr(pipelining, rival.schedule)
         self.schedule = build(
             stages if rival.stages_per_rank > 1 else stages[0],
             n_microbatches=work.microbatches,
-            loss_fn=loss_of(work),
+            loss_fn=loss if self.trace is None else self.trace.with_loss(loss),
         )
         self.inputs = (group_input(work, device=device),) if 0 in placed else ()
         self.target = group_target(work, device=device) if parts - 1 in placed else None
@@ -93,6 +101,8 @@ class RivalRun:
         self.max_grad_norm = work.max_grad_norm
         self.watch = Stopwatch(device)
         self.losses: list[torch.Tensor] = []
+        if self.trace is not None:
+            self.trace.on = True
 
     @property
     def ends(self) -> list[float]:
@@ -100,11 +110,17 @@ class RivalRun:
 
     def step(self) -> None:
         self.schedule.step(*self.inputs, target=self.target, losses=self.losses, return_outputs=False)
-        if self.max_grad_norm is not None:
-            clip_over_ranks(self.modules, self.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        with contextlib.nullcontext() if self.trace is None else self.trace.update(self.trace.group):
+            if self.max_grad_norm is not None:
+                clip_over_ranks(self.modules, self.max_grad_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        if self.trace is not None:
+            self.trace.group += 1
         self.watch.mark()
+
+    def take_trace(self) -> list[Span]:
+        return [] if self.trace is None else self.trace.take()
 
     def drain(self) -> None:
         self.watch.read()

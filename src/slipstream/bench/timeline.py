@@ -1,4 +1,4 @@
-"""A short measured run of our schedule drawn over its prediction: fill, steady state and drain.
+"""A short measured run of each schedule drawn over its prediction: fill, steady state and drain.
 
 The prediction is the simulator's, for the same schedule, with the median time of each kind of action on each
 stage as its costs; what then differs is communication, jitter and anything else the model leaves out.
@@ -6,32 +6,63 @@ stage as its costs; what then differs is communication, jitter and anything else
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+
+import torch.distributed as dist
 
 from slipstream.bench.engine import EngineRun
-from slipstream.bench.measure import WARM_UP_UPDATES
+from slipstream.bench.measure import ENGINE, WARM_UP_UPDATES
+from slipstream.bench.rivals import RIVALS, RivalRun
+from slipstream.bench.sample import settle
 from slipstream.bench.work import Work
 from slipstream.distributed import RankPool, World
 from slipstream.errors import UserError
 from slipstream.schedule import plot
-from slipstream.schedule.actions import Kind
-from slipstream.schedule.costs import Costs
+from slipstream.schedule.costs import Costs, measured_costs
 from slipstream.schedule.generate import build
 from slipstream.schedule.simulate import simulate
 from slipstream.schedule.timeline import Span, Timeline
 
 GROUPS = 3  # one that fills, one in the steady state, one that drains
+Pair = tuple[Timeline, Timeline]  # predicted, measured
 
 
-def draw(pool: RankPool, work: Work, path: Path) -> None:
-    """Measure and write the picture: .html, or .svg and .json (a trace) with the two one under the other."""
-    measured, in_flight = measure_timeline(pool, work)
-    predicted = predict(work, measured, in_flight)
+def draw(
+    pool: RankPool, work: Work, path: Path, names: Sequence[str] = (ENGINE,), seconds: float = 120.0
+) -> dict[str, str]:
+    """Measure each contender and write the picture after each: .html, or .svg and .json (a trace) with the two one
+    under the other. Returns the errors of those that failed."""
+    drawn: dict[str, Pair] = {}
+    errors: dict[str, str] = {}
+    for name in names:
+        try:
+            measured, in_flight = measure_timeline(pool, work, name, seconds)
+        except UserError as error:
+            errors[name] = str(error)
+            continue
+        drawn[label(name)] = predict(work, measured, in_flight, name), measured
+        _save(path, drawn)
+    return errors
+
+
+def label(name: str) -> str:
+    return RIVALS[name].label if name in RIVALS else name
+
+
+def _save(path: Path, drawn: Mapping[str, Pair]) -> None:
     if path.suffix.lower() == ".html":
-        plot.write_text(path, plot.figure(predicted, measured).to_html(include_plotlyjs=True))
-    else:
-        plot.save(path, {"predicted": predicted, "measured": measured})
+        plot.write_text(path, plot.comparison(drawn).to_html(include_plotlyjs=True))
+        return
+    words = ("predicted", "measured")
+    plot.save(
+        path,
+        {
+            f"{name}, {word}": timeline
+            for name, pair in drawn.items()
+            for word, timeline in zip(words, pair, strict=True)
+        },
+    )
 
 
 def check_plottable(path: Path) -> None:
@@ -40,43 +71,39 @@ def check_plottable(path: Path) -> None:
         raise UserError(f"--plot {path}: end the file name in one of {', '.join(plot.FORMATS)}.")
 
 
-def measure_timeline(pool: RankPool, work: Work) -> tuple[Timeline, int]:
-    """The timeline of `GROUPS` groups from an empty pipeline, and the microbatches in flight on stage 0."""
-    ranks = pool.run(trace_rank, work, ranks=work.stages, timeout=120)
+def measure_timeline(
+    pool: RankPool, work: Work, name: str = ENGINE, seconds: float = 120.0
+) -> tuple[Timeline, int | None]:
+    """The timeline of `GROUPS` groups from an empty pipeline, and the microbatches in flight on our stage 0."""
+    ranks = pool.run(trace_rank, name, work, ranks=work.stages, timeout=seconds)
     spans = [span for spans, _ in ranks for span in spans]
     return Timeline.from_spans(spans), ranks[0][1]
 
 
-def trace_rank(world: World, work: Work) -> tuple[list[Span], int]:
+def trace_rank(world: World, name: str, work: Work) -> tuple[list[Span], int | None]:
     """One rank: warm up, then the spans of the next groups, numbered from 0."""
-    run = EngineRun(work, world.rank)
+    run = (
+        EngineRun(work, world.rank)
+        if name == ENGINE
+        else RivalRun(RIVALS[name], work, world.rank, traced=True)
+    )
     for _ in range(WARM_UP_UPDATES):
         run.step()
     run.drain()
+    run.take_trace()
+    settle(work.device_of(world.rank))
+    dist.barrier()
     for _ in range(GROUPS):
         run.step()
-    run.schedule.drain()
-    return [_renumbered(span) for span in run.schedule.take_trace()], run.schedule.in_flight
+    in_flight = run.schedule.in_flight if isinstance(run, EngineRun) else None
+    return [_renumbered(span) for span in run.take_trace()], in_flight
 
 
-def predict(work: Work, measured: Timeline, in_flight: int) -> Timeline:
+def predict(work: Work, measured: Timeline, in_flight: int | None, name: str = ENGINE) -> Timeline:
     """The simulator's timeline of the same groups, with the measured median costs."""
-    costs = Costs(
-        forward=_medians(measured, Kind.FORWARD),
-        backward=_medians(measured, Kind.BACKWARD),
-        update=_medians(measured, Kind.UPDATE),
-        latency=work.link_latency_seconds,
-    )
-    schedule = build("pipedream_2bw", work.stages, work.microbatches, GROUPS, in_flight=in_flight)
-    return simulate(schedule, costs)
-
-
-def _medians(timeline: Timeline, kind: Kind) -> list[float]:
-    rows = zip(timeline.ranks, timeline.starts, timeline.ends, strict=True)
-    return [
-        median(end - start for action, start, end in zip(*row, strict=True) if action.kind is kind)
-        for row in rows
-    ]
+    costs = Costs(**measured_costs(measured.spans), latency=work.link_latency_seconds)
+    generator = "pipedream_2bw" if name == ENGINE else name.removeprefix("torch_")
+    return simulate(build(generator, work.stages, work.microbatches, GROUPS, in_flight=in_flight), costs)
 
 
 def _renumbered(span: Span) -> Span:

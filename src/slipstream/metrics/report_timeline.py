@@ -13,7 +13,7 @@ from typing import Any
 from slipstream.errors import UserError
 from slipstream.metrics.events import Event, number
 from slipstream.metrics.report_page import Grid, Lanes
-from slipstream.schedule.generate import build
+from slipstream.schedule.generate import build, canonical
 from slipstream.schedule.simulate import Costs, simulate
 
 LEAD = 3  # simulated groups before the first one drawn: the pipeline is full by then
@@ -67,12 +67,13 @@ def predict(measured: list[Bar], costs: Any, start: Event) -> list[Bar]:
     """The same groups as `measured`, simulated with the stage costs the run recorded."""
     if not isinstance(costs, dict) or not costs:
         return []
-    groups = sorted({bar[4] for bar in measured})
-    first, count = groups[0], groups[-1] - groups[0] + 1
-    schedule = build(
-        str(start["schedule"]), stages=int(start["stages"]), microbatches=int(start["microbatches"]),
-        groups=LEAD + count + 1,
-    )  # fmt: skip
+    name, stages, m = str(start["schedule"]), int(start["stages"]), int(start["microbatches"])
+    entered = [bar[4] for bar in measured if bar[:2] == (0, "F") and bar[3] == 0]
+    if not entered:
+        raise UserError("no group begins in what was recorded.")
+    first, last = min(entered), max(bar[4] for bar in measured)  # backwards of the group before come first
+    options = {"in_flight": in_flight(measured, stages, m)} if canonical(name) == "pipedream_2bw" else {}
+    schedule = build(name, stages=stages, microbatches=m, groups=LEAD + last - first + 2, **options)
     known = {key: value for key, value in costs.items() if key in Costs.__dataclass_fields__}
     timeline = simulate(schedule, Costs(**known))
     bars: list[Bar] = [
@@ -80,11 +81,22 @@ def predict(measured: list[Bar], costs: Any, start: Event) -> list[Bar]:
          span.action.group - LEAD + first,
          None if span.action.version is None else span.action.version - LEAD + first, span.start, span.end)
         for span in timeline.spans
-        if LEAD <= span.action.group < LEAD + count
     ]  # fmt: skip
     shift = _entry(measured, first) - _entry(bars, first)
     wanted = {bar[:5] for bar in measured}
     return [_shift(bar, shift) for bar in bars if bar[:5] in wanted]
+
+
+def in_flight(bars: list[Bar], stages: int, microbatches: int) -> int | None:
+    """Microbatches that rank 0 had between forward and backward; None where that is not to be seen."""
+    entered, most = -1, 0
+    for _, kind, _, microbatch, group, *_ in (bar for bar in bars if bar[0] == 0 and bar[1] in "FB"):
+        place = group * microbatches + (microbatch or 0)
+        if kind == "F":
+            entered = max(entered, place)
+        elif entered >= 0:
+            most = max(most, entered - place + 1)
+    return most if stages <= most <= microbatches + 1 else None
 
 
 def period(bars: list[Bar]) -> float | None:

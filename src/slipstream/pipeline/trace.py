@@ -1,8 +1,8 @@
 """What a stage did and when: spans for the timeline, busy time for the utilisation, the least times for planning.
 
 Times are of the host's monotonic clock, which all processes of one machine share. On a GPU the host only queues work:
-there an action lies between two events of the stage's stream, read when the device has passed them, so that being
-traced does not hold a stage up.
+there an action lies between two events of the stage's stream, read when the device has passed them. Nothing here waits
+for that stream unless `take` is called before it is done, so being traced does not hold a stage up.
 """
 
 from __future__ import annotations
@@ -20,16 +20,28 @@ from slipstream.schedule.actions import Action, Kind
 from slipstream.schedule.timeline import Span
 
 RECENT = 64  # actions of a kind that are remembered
+ANCHORS = 5  # tries at setting the two clocks side by side; the shortest counts
 
 
 class DeviceClock:
-    """Moments of a GPU's stream, in seconds of the host's clock."""
+    """Moments of a GPU's stream, in seconds of the host's clock.
+
+    The two clocks are set side by side at one event on a stream of its own, where nothing is queued before it: the
+    host waits some microseconds for it, and never for the work that is under way.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._anchor = self.mark()
-        self._anchor.synchronize()
-        self._anchor_seconds = time.perf_counter()
+        empty = torch.cuda.Stream(device)
+        tries = []
+        for _ in range(ANCHORS):
+            event = torch.cuda.Event(enable_timing=True)
+            before = time.perf_counter()
+            event.record(empty)
+            event.synchronize()
+            after = time.perf_counter()
+            tries.append((after - before, (before + after) / 2, event))
+        _, self._anchor_seconds, self._anchor = min(tries, key=lambda found: found[0])
 
     def mark(self) -> torch.cuda.Event:
         """The moment when the device gets here."""
@@ -43,6 +55,9 @@ class DeviceClock:
         return self._anchor_seconds + self._anchor.elapsed_time(mark) / 1e3
 
 
+Moment = float | torch.cuda.Event
+
+
 class _Queued(NamedTuple):
     """An action that the device may not have done yet."""
 
@@ -53,10 +68,11 @@ class _Queued(NamedTuple):
 
 
 class Trace:
-    """The clock of one stage."""
+    """The clock of one rank; `stage` is the one whose actions it times unless told otherwise."""
 
-    def __init__(self, stage: int, device: torch.device) -> None:
+    def __init__(self, stage: int, device: torch.device, rank: int | None = None) -> None:
         self._stage = stage
+        self._rank = stage if rank is None else rank
         self._device = device
         self._on = False
         self._busy_seconds = 0.0
@@ -86,19 +102,26 @@ class Trace:
     def action(
         self, kind: Kind, group: int, microbatch: int | None = None, version: int | None = None
     ) -> Iterator[None]:
-        action = Action(kind, self._stage, microbatch, group, version)
-        if self._clock is not None:
-            start = self._clock.mark()
-            yield
-            self._queued.append(_Queued(action, start, self._clock.mark(), self._clock if self._on else None))
+        began = self.begin()
+        yield
+        self.end(began, Action(kind, self._stage, microbatch, group, version))
+
+    def begin(self) -> Moment:
+        """Now; on a GPU, when the device gets here."""
+        return time.perf_counter() if self._clock is None else self._clock.mark()
+
+    def end(self, began: Moment, action: Action) -> None:
+        """`action` ran from `began` until now."""
+        ended = self.begin()
+        if isinstance(began, torch.cuda.Event):
+            assert isinstance(ended, torch.cuda.Event)
+            self._queued.append(_Queued(action, began, ended, self._clock if self._on else None))
             self._read_queued()
             return
-        began = time.perf_counter()
-        yield
-        ended = time.perf_counter()
-        self._note(kind, ended - began)
+        assert not isinstance(ended, torch.cuda.Event)
+        self._note(action.kind, ended - began)
         if self._on:
-            self._spans.append(Span(self._stage, action, began, ended))
+            self._spans.append(Span(self._rank, action, began, ended))
 
     def pair_seconds(self) -> tuple[float, float]:
         """One forward and one backward: the least time they took lately, and the typical time."""
@@ -108,7 +131,9 @@ class Trace:
         return sum(min(times) for times in recent), sum(median(times) for times in recent)
 
     def take(self) -> list[Span]:
-        self._read_queued(wait=True)
+        """The spans recorded since the last call; it waits until the device has done them."""
+        while any(queued.clock is not None for queued in self._queued):
+            self._read_first()
         spans, self._spans = self._spans, []
         return spans
 
@@ -119,8 +144,11 @@ class Trace:
     def _read_queued(self, wait: bool = False) -> None:
         """Take the times of what the device has done."""
         while self._queued and (wait or self._queued[0].end.query()):
-            action, start, end, clock = self._queued.popleft()
-            end.synchronize()
-            self._note(action.kind, start.elapsed_time(end) / 1e3)
-            if clock is not None:
-                self._spans.append(Span(self._stage, action, clock.seconds(start), clock.seconds(end)))
+            self._read_first()
+
+    def _read_first(self) -> None:
+        action, start, end, clock = self._queued.popleft()
+        end.synchronize()
+        self._note(action.kind, start.elapsed_time(end) / 1e3)
+        if clock is not None:
+            self._spans.append(Span(self._rank, action, clock.seconds(start), clock.seconds(end)))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from math import inf, isnan
-from typing import NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
 from slipstream.errors import UserError
 from slipstream.schedule.actions import Kind, Schedule
+from slipstream.schedule.timeline import Span
 
 PerStage = float | Sequence[float]
 
@@ -47,6 +49,23 @@ class Costs:
                 raise UserError(f"The cost {field.name} must be finite, but it is {value}.")
         if self.bandwidth == 0:
             raise UserError("The bandwidth must be above 0 bytes per second. Leave it out for no limit.")
+
+
+def measured_costs(spans: Iterable[Span]) -> dict[str, Any]:
+    """What a run's actions typically took, by model stage: the arguments of `Costs` that predict the same schedule."""
+    times: dict[tuple[Kind, int], list[float]] = {}
+    for span in spans:
+        times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
+    stages = range(1 + max(stage for _, stage in times))
+
+    def typical(kind: Kind) -> list[float]:
+        return [median(times.get((kind, stage), (0.0,))) for stage in stages]
+
+    found = {"forward": typical(Kind.FORWARD), "update": typical(Kind.UPDATE)}
+    if any(kind is Kind.BACKWARD_WEIGHT for kind, _ in times):
+        halves = {"backward_input": Kind.BACKWARD_INPUT, "backward_weight": Kind.BACKWARD_WEIGHT}
+        return found | {name: typical(kind) for name, kind in halves.items()}
+    return found | {"backward": typical(Kind.BACKWARD)}
 
 
 class StageCosts(NamedTuple):

@@ -68,8 +68,12 @@ class Engine(Protocol):
 
     def load(self, state: dict[str, Any]) -> None: ...
 
-    def trace(self, on: bool) -> list[Span]:
-        """Record the actions of this rank, or stop recording and take what was recorded."""
+    def trace(self, on: bool) -> None:
+        """Record the actions of this rank, or stop recording."""
+        ...
+
+    def take_trace(self) -> list[Span]:
+        """What was recorded since the last call."""
         ...
 
     def request_stop(self) -> None: ...
@@ -134,8 +138,11 @@ class Emulated:
     def load(self, state: dict[str, Any]) -> None:
         self._emulator.load_state_dict(state)
 
-    def trace(self, on: bool) -> list[Span]:
-        return []  # there is no pipeline to draw
+    def trace(self, on: bool) -> None:
+        """There is no pipeline to draw."""
+
+    def take_trace(self) -> list[Span]:
+        return []
 
     def request_stop(self) -> None:
         self._stop = True

@@ -91,9 +91,11 @@ class Pipelined:
     def load(self, state: dict[str, Any]) -> None:
         self._schedule.load_state_dict(state)
 
-    def trace(self, on: bool) -> list[Span]:
+    def trace(self, on: bool) -> None:
         self._schedule.trace(on)
-        return [] if on else self._schedule.take_trace()
+
+    def take_trace(self) -> list[Span]:
+        return self._schedule.take_trace()
 
     def request_stop(self) -> None:
         self._schedule.request_stop()

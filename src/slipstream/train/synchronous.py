@@ -6,14 +6,13 @@ under 2BW:
 
     z_{g+1} = Optimizer(z_g, state, G_g),   G_g the mean gradient at z_g
 
-The loss is divided by m before the backward, as the engine does, so the gradients are those of `delay=0` in
-the emulator, bit for bit.
+The loss is divided by m before the backward, as the engine does, and where the banks are narrower than the master each
+microbatch's gradient is added to a wide sum, so the gradients are those of `delay=0` in the emulator, bit for bit.
+Validation is at the master, along the same placement.
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +35,7 @@ from slipstream.pipeline import state as states
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.mesh import Mesh
 from slipstream.pipeline.peers import Alone
+from slipstream.pipeline.torch_trace import TorchTrace
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import Replica, Versions
 from slipstream.schedule.timeline import Span
@@ -66,7 +66,11 @@ class Synchronous:
         self._first, self._last = 0 in indices, count - 1 in indices
         modules = build.stage_modules(config, model, count, indices, device)
         group, data_group = mesh_groups(world, pipeline.stages)
-        self._versions = [Versions(m, _always, delay=0, prepare=build.preparation(config)) for m in modules]
+        bank_dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else None
+        self._versions = [
+            Versions(m, _always, delay=0, bank_dtype=bank_dtype, prepare=build.preparation(config))
+            for m in modules
+        ]
         self._accumulators = [Accumulator(versions.master) for versions in self._versions]
         self.masters: list[nn.Module] = list(modules)
         names = [name for versions in self._versions for name in versions.names]
@@ -95,14 +99,25 @@ class Synchronous:
             )
             for versions, index in zip(self._versions, indices, strict=True)
         ]
-        self._busy = _timed(self._stages) if device.type == "cpu" else None
+        for stage, versions, accumulator in zip(
+            self._stages, self._versions, self._accumulators, strict=True
+        ):
+            _accumulate(stage, accumulator, versions.replica(0))
+        self._trace = TorchTrace(self._stages, rank, device)
+        self._updater.timing = self._trace.update
         self._loss = build.loss_function(config)
-        self._folded, self._pipeline = pipeline.schedule == "zbv", group
+        placed = {
+            index: other
+            for other in range(pipeline.stages)
+            for index in held_by(pipeline.schedule, other, pipeline.stages)
+        }
+        ranks = dist.get_process_group_ranks(group)
+        self._owners, self._pipeline = [ranks[placed[index]] for index in range(count)], group
         self._hidden = (pipeline.microbatch_size // pipeline.data_ranks, config.data.sequence, model.dim)
         self._schedule = _TORCH[pipeline.schedule](
             self._stages if config.chunks > 1 else self._stages[0],
             self._m,
-            loss_fn=lambda output, target: self._loss(output, target) / self._m,
+            loss_fn=self._trace.with_loss(lambda output, target: self._loss(output, target) / self._m),
             scale_grads=False,
         )
         self._group = 0
@@ -117,11 +132,12 @@ class Synchronous:
 
     @property
     def busy_seconds(self) -> float:
-        return math.nan if self._busy is None else self._busy[0]
+        return self._trace.busy_seconds
 
     def step(self, batch: Batch) -> list[Tensor]:
         self._updater.enter(self._group)
-        losses = self._run(self._schedule.step, batch)
+        self._trace.group = self._group
+        losses = self._run(batch)
         grads = [
             grad
             for versions, accumulator in zip(self._versions, self._accumulators, strict=True)
@@ -133,41 +149,47 @@ class Synchronous:
         return losses
 
     def evaluate(self, batch: Batch) -> list[Tensor]:
-        with torch.no_grad():
-            # Torch's V-shaped schedule keeps its backward actions in eval() and fails on them.
-            return self._fold(batch) if self._folded else self._run(self._schedule.eval, batch)
-
-    def _fold(self, batch: Batch) -> list[Tensor]:
-        """Forwards along the V: down the ranks through the first modules, back up through the second."""
-        ranks = dist.get_process_group_ranks(self._pipeline)
-        held, local, losses = [stage.stage_index for stage in self._stages], [], []
-        top = 2 * len(ranks) - 1
-        owner = [ranks[min(index, top - index)] for index in range(top + 1)]
+        """Forwards at the master, from stage to stage. Torch's own `eval` reads the banks, and its V-shaped schedule
+        keeps its backward actions in it and fails on them."""
         inputs = list(batch.inputs.chunk(self._m)) if batch.inputs is not None else []
         targets = list(batch.targets.chunk(self._m)) if batch.targets is not None else []
-        for index, stage in zip(held, self._stages, strict=True):
-            for k in range(self._m):
-                if index == 0:
-                    x = inputs[k]
-                elif owner[index - 1] == owner[index]:
-                    x = local[k]
-                else:
-                    x = torch.empty(self._hidden, device=stage.device)
-                    dist.recv(x, owner[index - 1], group=self._pipeline)
-                out = stage.submod(x)
-                if index == top:
-                    losses.append(self._loss(out, targets[k]))
-                elif owner[index + 1] == owner[index]:
-                    local.append(out)
-                else:
-                    dist.send(out, owner[index + 1], group=self._pipeline)
+        held, owners, top = [stage.stage_index for stage in self._stages], self._owners, len(self._owners) - 1
+        local: list[Tensor] = []
+        losses: list[Tensor] = []
+        sent: list[tuple[Tensor, dist.Work | None]] = []  # kept until they have left
+        with torch.no_grad():
+            for index, versions in zip(held, self._versions, strict=True):
+                versions.module.eval()
+                for k in range(self._m):
+                    x = inputs[k] if index == 0 else self._received(owners, index, local, k)
+                    out: Any = versions.master.call(x)
+                    if index == top:
+                        losses.append(self._loss(out, targets[k]))
+                    elif owners[index + 1] == owners[index]:
+                        local.append(out)
+                    else:
+                        sent.append(
+                            (message := out.float(), dist.isend(message, owners[index + 1], self._pipeline))
+                        )
+                versions.module.train()
+        for _, work in sent:
+            if work is not None:
+                work.wait()
         return losses
 
-    def _run(self, function: Callable[..., Any], batch: Batch) -> list[Tensor]:
+    def _received(self, owners: list[int], index: int, local: list[Tensor], k: int) -> Tensor:
+        """Microbatch k as the stage before `index` left it."""
+        if owners[index - 1] == owners[index]:
+            return local[k]
+        x = torch.empty(self._hidden, device=self._stages[0].device)
+        dist.recv(x, owners[index - 1], group=self._pipeline)
+        return x
+
+    def _run(self, batch: Batch) -> list[Tensor]:
         losses: list[Tensor] = []
         inputs = (batch.inputs,) if self._first else ()
         targets = {"target": batch.targets, "losses": losses} if self._last else {}
-        function(*inputs, **targets, return_outputs=False)  # a group's logits would fill a GPU
+        self._schedule.step(*inputs, **targets, return_outputs=False)  # a group's logits would fill a GPU
         return [loss.detach() * self._m for loss in losses]
 
     def drain(self) -> None:
@@ -184,8 +206,11 @@ class Synchronous:
         states.restore(self._updater, state | {"banks": {str(group): state["master"]}})
         self._group = group
 
-    def trace(self, on: bool) -> list[Span]:
-        return []  # torch's schedules keep no record
+    def trace(self, on: bool) -> None:
+        self._trace.on = on
+
+    def take_trace(self) -> list[Span]:
+        return self._trace.take()
 
     def request_stop(self) -> None:
         self._updater.tally.stop = True
@@ -232,23 +257,19 @@ def _as_module(replica: Replica) -> nn.Module:
     return replica.call if isinstance(replica.call, nn.Module) else _Called(replica)
 
 
-def _timed(stages: list[PipelineStage]) -> list[float]:
-    """Sum the time spent in forwards and backwards; what is left of a step is bubble, waiting and the
-    update.
-    """
-    total = [0.0]
+def _accumulate(stage: PipelineStage, accumulator: Accumulator, replica: Replica) -> None:
+    """Add the gradients of every microbatch to the wide sum as soon as torch has made them."""
+    backward, weight = stage.backward_one_chunk, stage.backward_weight_one_chunk
 
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                total[0] += time.perf_counter() - began
+    def whole(
+        bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        backward(bwd_chunk_id, loss, full_backward, last_backward)
+        if full_backward:
+            accumulator.add(replica)
 
-        return call
+    def weight_half(bwd_chunk_id: int, last_backward: bool = False) -> None:
+        weight(bwd_chunk_id, last_backward)
+        accumulator.add(replica)
 
-    for stage in stages:
-        for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-            setattr(stage, name, timed(getattr(stage, name)))
-    return total
+    stage.backward_one_chunk, stage.backward_weight_one_chunk = whole, weight_half

@@ -1,21 +1,38 @@
-"""The measured timeline of a few groups, as one event: what each stage did and when, beside its mean costs.
+"""The measured timeline of a few groups, as one event: what each stage did and when, beside its typical costs.
 
 The event's `predicted` holds the costs a simulator needs to lay its prediction over the measurement.
 """
 
 from __future__ import annotations
 
-from statistics import fmean
-from typing import Any
-
+from slipstream.config import Config
+from slipstream.config.resolve import updates
 from slipstream.metrics.record import Recorder
-from slipstream.schedule.actions import Kind
+from slipstream.schedule.actions import Action, Kind
+from slipstream.schedule.costs import measured_costs
 from slipstream.schedule.timeline import Span
 from slipstream.train.board import Board
 from slipstream.train.engine import Engine
 from slipstream.train.reporter import Seat
 
 GROUPS = 3  # recorded from the chosen step on
+LATER = 2  # groups until they are read: a GPU has done them by then, and nobody waits for it
+
+
+def recorded_from(config: Config) -> int:
+    """train.timeline_at, or the next step whose groups are typical: not in a flushed start, and no validation shortly
+    before them or in between, which drains the pipeline. 0: never."""
+    train = config.train
+    if not train.timeline_at:
+        return 0
+    start = updates(config.optim.sync_start, train.steps)
+    least = train.timeline_at if train.timeline_at >= start + GROUPS or not start else start + GROUPS
+    if not train.eval_every:
+        return least
+    steps = range(least, least + train.eval_every)
+    return next(
+        (step for step in steps if GROUPS <= step % train.eval_every <= train.eval_every - GROUPS), least
+    )
 
 
 class Tracing:
@@ -31,20 +48,23 @@ class Tracing:
         if self._at and step == self._at:
             self._engine.trace(True)
         elif self._at and step == self._at + GROUPS:
-            self._post(self._engine.trace(False))
+            self._engine.trace(False)
+        elif self._at and step == self._at + GROUPS + LATER:
+            self._post()
         self._collect()
 
     def finish(self) -> None:
         """After the last drain: what is still being recorded or collected."""
-        self._post(self._engine.trace(False))
+        self._engine.trace(False)
+        self._post()
         self._collect(wait=True)
 
-    def _post(self, spans: list[Span]) -> None:
+    def _post(self) -> None:
+        spans = self._engine.take_trace()
         if spans and self._rank < self._stages:
-            rows = [
-                [span.rank, str(span.action.kind), *span.action[1:], span.start, span.end] for span in spans
-            ]
-            self._board.post(f"timeline/{self._rank}", rows)
+            self._board.post(
+                f"timeline/{self._rank}", [[span.rank, *span.action, *span[2:]] for span in spans]
+            )
             self._collecting = True
 
     def _collect(self, *, wait: bool = False) -> None:
@@ -55,16 +75,5 @@ class Tracing:
         if found is not None:
             self._collecting = False
             rows = [row for part in found for row in part]
-            self._recorder.write("timeline", self._at, spans=rows, predicted=costs(rows, self._stages))
-
-
-def costs(rows: list[list[Any]], stages: int) -> dict[str, list[float]]:
-    """Mean seconds of each kind of action, by stage."""
-    names = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
-    found = {}
-    for kind, name in names.items():
-        times = [
-            [row[7] - row[6] for row in rows if row[0] == stage and row[1] == kind] for stage in range(stages)
-        ]
-        found[name] = [fmean(values) if values else 0.0 for values in times]
-    return found
+            spans = [Span(row[0], Action(Kind(row[1]), *row[2:6]), *row[6:]) for row in rows]
+            self._recorder.write("timeline", self._at, spans=rows, predicted=measured_costs(spans))

@@ -29,7 +29,7 @@ from slipstream.train.engine import Engine
 from slipstream.train.evaluate import validate
 from slipstream.train.reporter import Reporter, Seat
 from slipstream.train.state import snapshot
-from slipstream.train.timeline import Tracing
+from slipstream.train.timeline import Tracing, recorded_from
 from slipstream.train.writer import Writer
 
 
@@ -73,7 +73,7 @@ def train(parts: Parts, step: int, data_offset: int, asked: threading.Event) -> 
     total, eval_every = config.train.steps, config.train.eval_every
     saver = _Saver(parts, data_offset, step)
     engine.after_update = saver.after_update
-    tracing = Tracing(engine, parts.board, parts.recorder, parts.seat, config.train.timeline_at)
+    tracing = Tracing(engine, parts.board, parts.recorder, parts.seat, recorded_from(config))
     reporter.start(step)
     with batches.ahead(parts.train_data, parts.place, step + data_offset) as loader:
         while step < total:

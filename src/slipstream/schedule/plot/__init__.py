@@ -1,6 +1,6 @@
 """Timelines as pictures: in the terminal, as one HTML file, as SVG, and as a Perfetto trace.
 
-`figure` lays one measured timeline under its prediction; the others take `{title: Timeline}` and draw
+`figure` and `comparison` lay measured timelines under their predictions; the others take `{title: Timeline}` and draw
 the timelines one under the other on one time axis, so that schedules compare by eye.
 """
 
@@ -10,13 +10,23 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.errors import UserError
-from slipstream.schedule.plot.html import figure, panels, to_html
+from slipstream.schedule.plot.html import comparison, figure, panels, to_html
 from slipstream.schedule.plot.svg import to_svg
 from slipstream.schedule.plot.terminal import terminal
 from slipstream.schedule.plot.trace import to_trace
 from slipstream.schedule.timeline import Timeline
 
-__all__ = ["figure", "panels", "save", "terminal", "to_html", "to_svg", "to_trace", "write_text"]
+__all__ = [
+    "comparison",
+    "figure",
+    "panels",
+    "save",
+    "terminal",
+    "to_html",
+    "to_svg",
+    "to_trace",
+    "write_text",
+]
 
 FORMATS = {".html": to_html, ".svg": to_svg, ".json": to_trace}
 

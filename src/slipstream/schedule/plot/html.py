@@ -44,11 +44,16 @@ def figure(predicted: Timeline, measured: Timeline | None = None, title: str = "
     """Each rank's row in two halves: the prediction above, the measurement below. Both begin at 0."""
     if measured is None:
         return panels({title or "predicted": predicted})
-    lanes = [
-        _Lane(predicted, 1, offset=-0.22, height=0.4, word="predicted: "),
-        _Lane(measured, 1, offset=0.22, height=0.4, word="measured: "),
-    ]
-    return _draw(lanes, [title or "predicted (upper half of a row) and measured (lower half)"])
+    return comparison({title or "schedule": (predicted, measured)})
+
+
+def comparison(pairs: Mapping[str, tuple[Timeline, Timeline]]) -> Figure:
+    """`figure` of each (predicted, measured) pair, one under the other, on one time axis."""
+    lanes = []
+    for row, (predicted, measured) in enumerate(pairs.values(), start=1):
+        lanes.append(_Lane(predicted, row, offset=-0.22, height=0.4, word="predicted: "))
+        lanes.append(_Lane(measured, row, offset=0.22, height=0.4, word="measured: "))
+    return _draw(lanes, [f"{name}: predicted (upper half of a row), measured (lower half)" for name in pairs])
 
 
 def _draw(lanes: list[_Lane], titles: list[str]) -> Figure:
