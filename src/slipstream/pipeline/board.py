@@ -66,6 +66,8 @@ class Board:
         except TimeoutError:
             seconds = self._timeout_seconds
             raise PeerLost(f"rank {peer} told nothing within the timeout of {seconds:g} s") from None
+        except ConnectionResetError:  # it left with something of ours unread
+            packet = b""
         except OSError as error:
             raise PeerLost(f"the connection to rank {peer} broke ({error})") from error
         if not packet:

@@ -24,6 +24,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 from slipstream.config import Change, Config, changes, from_tree, to_toml
 from slipstream.errors import CheckpointError, UserError
 from slipstream.metrics.record import cut_back, has_event
@@ -119,11 +121,11 @@ def write_config(folder: Path, config: Config) -> None:
 
 def write_environment(folder: Path, config: Config, data: dict[str, Any], device: str) -> None:
     """Versions, machine, seeds, data: what a number in events.jsonl rests on."""
-    packages = ("slipstream", "torch", "numpy", "pytorch-optimizer", "safetensors", "tokenizers")
+    packages = ("slipstream", "numpy", "pytorch-optimizer", "safetensors", "tokenizers")
     environment = {
         "command": sys.argv,
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in packages},
+        "versions": {name: _version(name) for name in packages} | {"torch": str(torch.__version__)},
         "platform": platform.platform(),
         "host": platform.node(),
         "cpus": os.cpu_count(),
