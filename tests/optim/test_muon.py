@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from optim import references
 from slipstream.errors import UserError
+from slipstream.optim.gram import orthogonalise_by_gram
 from slipstream.optim.muon import Muon
-from slipstream.optim.newton_schulz import orthogonal_batches, orthogonalise
+from slipstream.optim.newton_schulz import COEFFICIENTS, STEPS, orthogonal_batches, orthogonalise
 
 SHAPES = [(128, 128), (64, 128), (384, 128), (128, 384), (7, 13), (3, 5), (2, 3), (31, 97), (1, 8), (40, 6)]
 
@@ -69,6 +70,29 @@ def test_orthogonalise_agrees_with_an_fp32_reference(shape):
     singular = torch.linalg.svdvals(ours)
     assert singular.min() > 0.3
     assert singular.max() < 1.3
+
+
+@pytest.mark.parametrize("decades", [0, 2, 4])
+@pytest.mark.parametrize("shape", [(60, 160), (160, 60), (96, 96)])
+def test_the_gram_form_in_fp16_is_nearer_to_the_exact_polynomial_than_the_plain_form_in_bf16(shape, decades):
+    generator = torch.Generator().manual_seed(decades)
+    u, s, v = torch.linalg.svd(
+        torch.randn(shape, generator=generator, dtype=torch.float64), full_matrices=False
+    )
+    matrix = u @ torch.diag(torch.logspace(0, -decades, len(s), dtype=torch.float64) if decades else s) @ v
+    exact = references.orthogonal(matrix)
+    plain = orthogonalise(matrix[None].bfloat16())[0].double()
+    gram = orthogonalise_by_gram((matrix / matrix.norm())[None].half(), STEPS, COEFFICIENTS)[0].double()
+    assert (gram - exact).norm() < (plain - exact).norm()
+    assert (gram - exact).norm() < 0.1 * exact.norm()
+
+
+def test_the_gram_form_survives_matrices_of_low_rank():
+    generator = torch.Generator().manual_seed(0)
+    low = torch.randn(96, 4, generator=generator) @ torch.randn(4, 160, generator=generator)
+    found = orthogonalise_by_gram((low / low.norm())[None].half(), STEPS, COEFFICIENTS)[0]
+    assert torch.isfinite(found).all()
+    assert torch.linalg.matrix_norm(found.double(), 2) < 1.3
 
 
 @pytest.mark.parametrize("scale", ["match_rms_adamw", "original", "spectral"])

@@ -6,14 +6,15 @@ torch's own list operations take the slow way, a launch per tensor, as soon as d
 training step on bf16 weights and an fp32 master needs them: gradients into their sums, momentum into the stacks
 of Newton-Schulz, directions into weights, the master into a bank.
 
-The kernel reads addresses from a table. A table lives as long as the lists it was made for are used again, and
-its copy to the device is ordered before the launch by the stream.
+The kernel reads addresses from a table that lives for the call; its copy to the device is ordered before the
+launch by the stream. How lists of given sizes are cut into blocks is kept.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache, reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -22,55 +23,31 @@ from slipstream.kernels.compiler import runs_on
 
 Tensors = Sequence[Tensor]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TABLES = 128  # kept: a few for each list operation of a training step
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _BLOCK, _PIECE = 8192, 2048  # elements of a program, and of one of its rounds
 
 
 def can_combine(*lists: Tensors) -> bool:
-    """Whether `combine` takes these: one dtype a list, contiguous, all on one device with Triton."""
-    first = lists[0][0]
-    if not runs_on(first.device):
+    """Whether `combine` takes these: one dtype a list, contiguous, on a device with Triton."""
+    if not runs_on(lists[0][0].device):
         return False
-    return all(
-        tensors[0].dtype in _DTYPES
-        and all(
-            t.dtype == tensors[0].dtype and t.device == first.device and t.is_contiguous() for t in tensors
-        )
-        for tensors in lists
+    dtypes = [{tensor.dtype for tensor in tensors} for tensors in lists]
+    return all(len(found) == 1 and found <= _DTYPES for found in dtypes) and all(
+        all(map(Tensor.is_contiguous, tensors)) for tensors in lists
     )
 
 
-class _Tables:
-    """Tables on the device by what they were made from; the least recently used go first."""
-
-    def __init__(self, make: Callable[[tuple[int, ...]], list[int]]) -> None:
-        self.make = make
-        self.kept: OrderedDict[tuple[object, ...], Tensor] = OrderedDict()
-
-    def get(self, values: tuple[int, ...], device: torch.device) -> Tensor:
-        key = (device, values)
-        if (table := self.kept.pop(key, None)) is None:
-            table = torch.tensor(self.make(values), dtype=torch.int64)
-            if device.type == "cuda":
-                table = table.pin_memory().to(device, non_blocking=True)
-            if len(self.kept) >= _TABLES:
-                self.kept.popitem(last=False)
-        self.kept[key] = table
-        return table
-
-
-def _cut(sizes: tuple[int, ...]) -> list[int]:
+@lru_cache(maxsize=64)
+def _blocks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """(tensor, number of the block in it, size of the tensor) for every block."""
-    return [
-        value
-        for tensor, size in enumerate(sizes)
-        for number in range(-(-size // _BLOCK))
-        for value in (tensor, number, size)
+    cut = [
+        (tensor, number, size) for tensor, size in enumerate(sizes) for number in range(-(-size // _BLOCK))
     ]
+    return _on_device(torch.tensor(cut), device)
 
 
-_addresses, _blocks = _Tables(list), _Tables(_cut)
+def _on_device(table: Tensor, device: torch.device) -> Tensor:
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def combine(
@@ -89,12 +66,12 @@ def combine(
     types = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     others, c, d = also or ((), 0.0, 0.0)
     device, sizes = outs[0].device, tuple(out.numel() for out in outs)
-    addresses = tuple(t.data_ptr() for tensors in (outs, xs, ys, others) for t in tensors)
-    blocks = _blocks.get(sizes, device)
-    combine_lists[(len(blocks) // 3,)](  # pyright: ignore[reportIndexIssue]
-        _addresses.get(addresses, device), blocks, len(outs), a, b, c, d,
+    addresses = [tensor.data_ptr() for tensors in (outs, xs, ys, others) for tensor in tensors]
+    blocks = _blocks(sizes, device)
+    combine_lists[(len(blocks),)](  # pyright: ignore[reportIndexIssue]
+        _on_device(torch.tensor(addresses), device), blocks, len(outs), a, b, c, d,
         out_type=types[outs[0].dtype], x_type=types[xs[0].dtype], y_type=types[ys[0].dtype],
         also_type=types[others[0].dtype] if others else None,
-        aligned=all(value % 16 == 0 for value in addresses + sizes),
+        aligned=reduce(or_, addresses) % 16 == 0 and reduce(or_, sizes) % 16 == 0,
         BLOCK=_BLOCK, PIECE=_PIECE, num_warps=4,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
@@ -11,6 +12,7 @@ HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@lru_cache(maxsize=16)
 def runs_on(device: torch.device) -> bool:
     """Whether a kernel may be launched on tensors of `device`: NVIDIA, with tensor cores for bf16."""
     if not HAS_TRITON:

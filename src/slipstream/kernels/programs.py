@@ -46,15 +46,10 @@ def divide_rows(x, out, divisors, least, size, BLOCK: tl.constexpr):
 @triton.jit
 def symmetric_tile(
     a_ptr, b_ptr, out_ptr, d_ptr, e_ptr, alpha, beta, gamma, diagonal, m, k,
-    terms: tl.constexpr, tall: tl.constexpr, tma: tl.constexpr, even: tl.constexpr,
-    TILE: tl.constexpr, STEP: tl.constexpr,
+    terms: tl.constexpr, tall: tl.constexpr, even: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One tile (row >= column) of one matrix. Every matrix is contiguous.
-
-    With `tma`, a and b are descriptors of all matrices below each other. Rows beyond a matrix then belong to
-    the next one, or read from the matrix's own start: what comes of them is never written.
-    """
-    tile, batch = tl.program_id(0), tl.program_id(1)
+    """One tile (row >= column) of one matrix; every matrix is contiguous. `even`: STEP divides k."""
+    tile, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     # The number of a tile below the diagonal, counted row by row: tile = row (row + 1) / 2 + column.
     row = ((tl.sqrt(8.0 * tile.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
     row = tl.where((row + 1) * (row + 2) // 2 <= tile, row + 1, row)
@@ -62,40 +57,23 @@ def symmetric_tile(
     column = tile - row * (row + 1) // 2
     rows = row * TILE + tl.arange(0, TILE)
     columns = column * TILE + tl.arange(0, TILE)
+    steps = tl.arange(0, STEP)
+    along, across = (m, 1) if tall else (1, k)  # strides: of the sum's index, of a row
+    # Rows beyond the matrix read from its start instead: what comes of them is never written.
+    a_at = a_ptr + batch * m * k + ((rows % m)[:, None] * across + steps[None, :] * along)
+    b_at = b_ptr + batch * m * k + (steps[:, None] * along + (columns % m)[None, :] * across)
     total = tl.zeros((TILE, TILE), dtype=tl.float32)
-    if tma:
-        for done in range(0, k, STEP):
-            if tall:
-                a = a_ptr.load([batch * k + done, row * TILE])
-                b = b_ptr.load([batch * k + done, column * TILE])
-                total = tl.dot(a.T, b, total)
-            else:
-                a = a_ptr.load([batch * m + row * TILE, done])
-                b = b_ptr.load([batch * m + column * TILE, done])
-                total = tl.dot(a, b.T, total)
-    else:
-        steps = tl.arange(0, STEP)
-        start = batch.to(tl.int64) * m * k
-        if tall:
-            a_at = a_ptr + start + ((rows % m)[:, None] + steps[None, :] * m)
-            b_at = b_ptr + start + (steps[:, None] * m + (columns % m)[None, :])
-            stride = m
+    for done in range(0, k, STEP):
+        if even:
+            total = tl.dot(tl.load(a_at), tl.load(b_at), total)
         else:
-            a_at = a_ptr + start + ((rows % m)[:, None] * k + steps[None, :])
-            b_at = b_ptr + start + (steps[:, None] + (columns % m)[None, :] * k)
-            stride = 1
-        for done in range(0, k, STEP):
-            if even:
-                total = tl.dot(tl.load(a_at), tl.load(b_at), total)
-            else:
-                a = tl.load(a_at, mask=steps[None, :] < k - done, other=0.0)
-                b = tl.load(b_at, mask=steps[:, None] < k - done, other=0.0)
-                total = tl.dot(a, b, total)
-            a_at += STEP * stride
-            b_at += STEP * stride
+            a = tl.load(a_at, mask=steps[None, :] < k - done, other=0.0)
+            b = tl.load(b_at, mask=steps[:, None] < k - done, other=0.0)
+            total = tl.dot(a, b, total)
+        a_at += STEP * along
+        b_at += STEP * along
     total *= alpha
-    base = batch.to(tl.int64) * m * m
-    here = base + rows[:, None] * m + columns[None, :]
+    here = batch * m * m + rows[:, None] * m + columns[None, :]
     inside = (rows < m)[:, None] & (columns < m)[None, :]
     if terms > 0:
         total += beta * tl.load(d_ptr + here, mask=inside, other=0.0).to(tl.float32)
@@ -105,5 +83,5 @@ def symmetric_tile(
     result = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + here, result, mask=inside)
     if row != column:
-        mirror = base + columns[:, None] * m + rows[None, :]
+        mirror = batch * m * m + columns[:, None] * m + rows[None, :]
         tl.store(out_ptr + mirror, tl.trans(result), mask=tl.trans(inside))

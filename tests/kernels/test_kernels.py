@@ -1,0 +1,90 @@
+"""Each kernel against its plain spelling: on a GPU, or on a CPU in Triton's interpreter where that is installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.kernels.compiler import INTERPRETED, runs_on
+from slipstream.kernels.divide import divided
+from slipstream.kernels.symmetric import symmetric_product
+from slipstream.lists import add_, extrapolate, lerp_and_add
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Triton's interpreter has no bf16 products.
+HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+SIZES = [(7,), (16, 16), (3, 5, 700)]
+
+
+def some(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.parametrize("shape", [(2, 200, 96), (1, 64, 136), (3, 33, 17), (2, 600, 40)])
+def test_a_symmetric_product(shape, tall):
+    x = some(shape, torch.float16)
+    wide = x.double().mT if tall else x.double()
+    product = symmetric_product(x, x, tall=tall, diagonal=3.0)
+    exact = wide @ wide.mT + 3 * torch.eye(product.shape[1], device=DEVICE)
+    torch.testing.assert_close(product.double(), exact, rtol=2e-3, atol=1e-3 * exact.abs().max().item())
+
+    small = product * 0.01
+    combined = symmetric_product(small, small, 2.0, ((0.5, small), (-1.0, product)))
+    d, e = small.double(), product.double()
+    exact = 2 * d @ d + 0.5 * d - e
+    torch.testing.assert_close(combined.double(), exact, rtol=2e-3, atol=1e-3 * exact.abs().max().item())
+    if runs_on(DEVICE):
+        assert torch.equal(combined, combined.mT)
+
+
+def test_a_stack_is_divided_matrix_by_matrix():
+    stack, divisors = some((3, 50, 90)), torch.tensor([2.0, 0.0, 4.0], device=DEVICE)
+    expected = stack / torch.tensor([2.0, 0.5, 4.0], device=DEVICE).view(3, 1, 1)
+    torch.testing.assert_close(
+        divided(stack, divisors, 0.5, torch.float16), expected.half(), atol=0, rtol=1e-3
+    )
+
+
+def test_lists_of_two_dtypes_are_added():
+    targets = [some(shape) for shape in SIZES]
+    others = [some(shape, HALF, seed=1) for shape in SIZES]
+    expected = [0.5 * t + 3 * o.float() for t, o in zip(targets, others, strict=True)]
+    add_(targets, others, alpha=3.0, factor=0.5)
+    torch.testing.assert_close(targets, expected)
+
+
+def test_momentum_and_what_is_made_of_it():
+    momenta, grads = ([some(shape, seed=seed) for shape in SIZES] for seed in (0, 1))
+    outs = [torch.empty(shape, dtype=HALF, device=DEVICE) for shape in SIZES]
+    moved = [torch.lerp(m, g, 0.25) for m, g in zip(momenta, grads, strict=True)]
+    lerp_and_add(momenta, grads, 0.25, outs, 2.0)
+    torch.testing.assert_close(momenta, moved)
+    for out, m, g in zip(outs, moved, grads, strict=True):
+        torch.testing.assert_close(out, (m + 2 * g).to(HALF), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_extrapolation(in_place):
+    starts, ends = ([some(shape, seed=seed) for shape in SIZES] for seed in (0, 1))
+    expected = [s + 2.5 * (e - s) for s, e in zip(starts, ends, strict=True)]
+    outs = starts if in_place else [torch.empty(shape, dtype=HALF, device=DEVICE) for shape in SIZES]
+    extrapolate(outs, starts, ends, 2.5)
+    dtype = torch.float32 if in_place else HALF
+    torch.testing.assert_close(outs, [e.to(dtype) for e in expected], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.skipif(INTERPRETED or DEVICE.type == "cuda", reason="the kernels run in this process already")
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_all_of_this_file_in_tritons_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
