@@ -74,19 +74,39 @@ def test_the_rival_has_the_same_shapes(data, monkeypatch):
     assert sum(p.numel() for p in made[0].parameters()) == parameters(PRESETS["cpu-default"])
 
 
+def test_a_rival_that_does_not_fit_gets_smaller_microbatches(data, monkeypatch):
+    pytest.importorskip("transformers")
+    tried, measure = [], train_transformers._measure
+
+    def full(setting, *rest):
+        tried.append((setting.rows, setting.microbatches))
+        if setting.rows > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return measure(setting, *rest)
+
+    monkeypatch.setattr(train_transformers, "_measure", full)
+    found = train_transformers.measure(replace(TOY, rows=8, rival_rows=4), data, compiled=False, narrow=True)
+    assert tried == [(4, 4), (2, 8), (1, 16)]
+    assert (found.rows, found.microbatches) == (1, 16)
+
+
 def test_without_transformers_the_message_says_what_to_do(data, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match="--contenders ours,ours_sync"):
         train_transformers.measure(TOY, data, compiled=False)
 
 
-def test_a_contender_that_fails_does_not_stop_the_others(capsys):
+def test_a_contender_that_fails_does_not_stop_the_others(capsys, tmp_path):
     arguments = "train pipeline.schedule=2bw --model cpu-default --sequence 16 --microbatches 2 --rows 2"
     arguments += " --device cpu --no-compile --steps 2 --warmup 1 --contenders ours,hf_eager --json"
+    out = tmp_path / "not yet" / "result.json"
     with pytest.raises(SystemExit) as ended:
-        main(["bench", *arguments.split()])
+        main(["bench", *arguments.split(), "--out", str(out)])
     assert ended.value.code == 0
-    result = json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    result = json.loads(shown.out)
+    assert json.loads(out.read_text()) == result
+    assert "transformers + AdamW, eager: " in shown.err
     assert "pipeline.schedule" in result["contenders"]["ours"]["error"]
     row = result["contenders"]["hf_eager"]
     assert row["tokens_per_second"] == pytest.approx(2 * 2 * 16 / row["step_seconds"])
@@ -123,6 +143,7 @@ def test_the_table_tells_speeds_ratios_and_errors(capsys):
         ("--contenders theirs", ",".join(CONTENDERS)),
         ("--model llama-9000", "Presets"),
         ("--rows 0", "at least 1"),
+        ("--rival-rows 7", "must divide"),
         ("--device tpu", "cuda or cpu"),
         ("--model moe-94m", "dense"),
     ],

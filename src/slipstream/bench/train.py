@@ -34,7 +34,9 @@ CONTENDERS = {
     "ours_sync": "slipstream, no delay",
     "hf_compiled": "transformers + AdamW, compiled",
     "hf_eager": "transformers + AdamW, eager",
+    "hf_bf16": "transformers + AdamW, bfloat16 weights, compiled",
 }
+USUAL = ("ours", "ours_sync", "hf_compiled", "hf_eager")
 _SHARD_TOKENS = 1 << 21
 
 
@@ -50,6 +52,9 @@ class Setting:
     compiled: bool = True
     steps: int = 10
     warmup: int = 3
+    rival_rows: int | None = (
+        None  # sequences in a rival's microbatch, the update being the same; None: `rows`
+    )
     overrides: tuple[str, ...] = ()  # of our trainer's config
 
     @property
@@ -70,13 +75,15 @@ class Measured:
 
 def run(
     setting: Setting,
-    contenders: Sequence[str] = tuple(CONTENDERS),
+    contenders: Sequence[str] = USUAL,
     timeout_seconds: float = 300.0,
     progress: Callable[[str], None] = lambda text: None,
     out: Path | None = None,
 ) -> dict[str, Any]:
     """Measure each contender; everything `--json` prints, also into `out` after each contender."""
     check(setting, contenders)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)  # now, not when the first contender has been measured
     on_gpu = setting.device == "cuda"
     name = torch.cuda.get_device_name() if on_gpu else "cpu"
     result: dict[str, Any] = asdict(setting) | {
@@ -91,13 +98,14 @@ def run(
         data = Path(folder) / "data"
         write_tokens(data, setting)
         for contender in contenders:
-            progress(CONTENDERS[contender])
+            progress(f"{CONTENDERS[contender]} ...")
             row = _in_a_process(contender, setting, data, Path(folder) / contender, timeout_seconds)
             if "error" not in row:
                 row["tokens_per_second"] = setting.tokens_per_step / row["step_seconds"]
                 row["mfu"] = row["tokens_per_second"] * flops / peak if peak else None
             result["contenders"][contender] = row
             result |= _ratios(result["contenders"])
+            progress(f"{CONTENDERS[contender]}: {_in_words(row)}")
             if out is not None:
                 out.write_text(json.dumps(result, indent=1) + "\n")
     return result
@@ -115,6 +123,13 @@ def check(setting: Setting, contenders: Sequence[str]) -> None:
     for option in ("microbatches", "rows", "steps", "warmup"):
         if getattr(setting, option) < 1:
             raise UserError(f"--{option} is {getattr(setting, option)}; it must be at least 1.")
+    if setting.rival_rows is not None and (
+        setting.rival_rows < 1 or setting.rows * setting.microbatches % setting.rival_rows
+    ):
+        raise UserError(
+            f"--rival-rows is {setting.rival_rows}; it must divide the {setting.rows * setting.microbatches} "
+            "sequences of an update."
+        )
     if PRESETS[setting.model].experts and any(name.startswith("hf_") for name in contenders):
         raise UserError("The transformers contenders are dense. Set --contenders ours,ours_sync.")
 
@@ -181,12 +196,21 @@ def _perform(task: dict[str, Any]) -> dict[str, Any]:
             # The rival gets the attention kernel that our trainer is given.
             config = train_ours.config_of(setting, data, folder, delayed=True)
             with attention_kernel(config.train.attention):
-                found = train_transformers.measure(setting, data, compiled=contender == "hf_compiled")
+                found = train_transformers.measure(
+                    setting, data, compiled=contender != "hf_eager", narrow=contender == "hf_bf16"
+                )
     except UserError as error:
         return {"error": str(error)}
     except torch.OutOfMemoryError as error:
         return {"error": f"out of memory with {setting.rows} rows: {str(error).splitlines()[0]}"}
     return asdict(found)
+
+
+def _in_words(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"failed: {row['error']}"
+    mfu = "" if row["mfu"] is None else f", MFU {row['mfu']:.1%}"
+    return f"{row['tokens_per_second']:,.0f} tokens/s{mfu}"
 
 
 def _ratios(rows: dict[str, dict[str, Any]]) -> dict[str, float | None]:

@@ -7,6 +7,7 @@ driven through the same `submit`, so what is measured here is what a run gets.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from slipstream.bench.train import Measured, Setting, timed
 from slipstream.config import Config, load, resolve
 from slipstream.errors import UserError
+from slipstream.pipeline.graphs import PLAIN_GROUPS
 from slipstream.train import batches
 from slipstream.train import folder as folders
 from slipstream.train.assemble import assemble, seat_of
@@ -50,6 +52,10 @@ def measure(setting: Setting, data: Path, folder: Path, *, delayed: bool) -> Mea
     """Time the updates of one run that is then thrown away."""
     began = time.perf_counter()
     config = config_of(setting, data, folder, delayed=delayed)
+    if config.train.cuda_graphs:  # each replica is recorded before anything is timed
+        least = (PLAIN_GROUPS + 1) * (1 + int(delayed)) + 1
+        setting = replace(setting, warmup=max(setting.warmup, least))
+        config = config_of(setting, data, folder, delayed=delayed)
     if config.pipeline.schedule != "emulate":
         raise UserError("`bench train` measures one device. Leave pipeline.schedule at emulate.")
     torch.set_num_threads(1)

@@ -118,8 +118,11 @@ def train(
     steps: Annotated[int, typer.Option(help="Timed updates.")] = 10,
     warmup: Annotated[int, typer.Option(help="Updates before them.")] = 3,
     contenders: Annotated[
-        str, typer.Option(help="Any of ours,ours_sync,hf_compiled,hf_eager.")
+        str, typer.Option(help="Any of ours,ours_sync,hf_compiled,hf_eager,hf_bf16.")
     ] = "ours,ours_sync,hf_compiled,hf_eager",
+    rival_rows: Annotated[
+        int | None, typer.Option(help="Sequences in a microbatch of transformers; default: --rows.")
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds a contender may take.")] = 300.0,
     out: Annotated[Path | None, typer.Option(help="Write the JSON here, after each contender.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
@@ -131,10 +134,21 @@ def train(
     if device not in ("cuda", "cpu"):
         raise UserError(f"--device is cuda or cpu, not '{device}'.")
     setting = Setting(
-        model, sequence, microbatches, rows, device, compiled, steps, warmup, tuple(overrides or ())
+        model,
+        sequence,
+        microbatches,
+        rows,
+        device,
+        compiled,
+        steps,
+        warmup,
+        rival_rows,
+        tuple(overrides or ()),
     )
-    with Console(stderr=True, highlight=False).status("starting") as status:
-        result = run(setting, [name for name in contenders.split(",") if name], timeout, status.update, out)
+    console = Console(stderr=True, highlight=False)
+    with console.status("starting") as status:
+        say = status.update if console.is_terminal else lambda text: console.print(text, markup=False)
+        result = run(setting, [name for name in contenders.split(",") if name], timeout, say, out)
     print(json.dumps(result)) if as_json else print_table(Console(highlight=False), result)
 
 
