@@ -10,14 +10,17 @@ import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.train.conftest import assert_equal_weights
 
+from slipstream.config import load, resolve
 from slipstream.errors import CheckpointError, StageError, UserError
 from slipstream.metrics.record import Recorder
 from slipstream.train import checkpoint, folder
+from slipstream.train.trackers import open_trackers
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -114,6 +117,21 @@ def test_killed_at_random_moments(runs, long_run, seed):
     runs.train("run", "pipeline.stages=2", *settings)
     assert_equal_weights(runs.weights("run"), long_run.weights("run"))
     assert runs.steps("run") == list(range(1, 61))
+
+
+def test_a_fork_says_where_it_starts_and_a_tracker_sees_every_step(runs, capfd, monkeypatch):
+    made, logged = [], []
+    page = SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **how: made.append(how) or page))
+    settings = ["pipeline.schedule=emulate", 'train.trackers=["wandb"]']
+    runs.train("run", *settings)
+    assert [step for step, values in logged if "step/loss" in values] == list(range(1, 13))
+    capfd.readouterr()
+    runs.train("fork", *settings, f"run.fork_from={runs.folder / 'run'}", "train.steps=14")
+    assert "A fork starts from step 12" in capfd.readouterr().out
+    assert made[0]["id"] != made[1]["id"]
+    open_trackers(resolve(load(None, settings)), runs.folder / "run")
+    assert made[2]["id"] == made[0]["id"], "a resumed run goes on in its own page"
 
 
 def test_a_finished_run_says_so_and_trains_no_more(runs, capfd):

@@ -65,6 +65,9 @@ def assemble(
         if seat.leader:
             recorder = _open_records(config, model, plan, data, device, stack)
             show = stack.enter_context(Show(config.train.steps, config.train.log_every))
+            if plan.source is not None:
+                does = "A fork starts" if plan.forked else "The run goes on"
+                show.note(f"{does} from step {plan.step} ({plan.source})")
 
         def warn(step: int, text: str) -> None:
             if recorder is not None and show is not None:

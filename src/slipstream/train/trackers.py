@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ class _WandB:
             name=folder.name,
             dir=str(folder),
             config=config.model_dump(),
+            id=_lasting_id(folder),
             resume="allow",
         )
 
@@ -69,3 +71,11 @@ class _WandB:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _lasting_id(folder: Path) -> str:
+    """The same for every start of a run, so that a resumed one goes on in its own page."""
+    kept = folder / "wandb-id"
+    if not kept.exists():
+        kept.write_text(uuid.uuid4().hex[:12])
+    return kept.read_text()
