@@ -33,9 +33,17 @@ class RMSNorm(nn.Module):
 
 
 @torch.compiler.disable  # compiled together, every layer would take cosines again instead of reading them
-@lru_cache(maxsize=8)  # ten launches a forward otherwise
 def rotary_table(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin [T, h] of position * theta^(-2i/h), in float32; both halves of h hold the same angles."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _rotary_table.__wrapped__(
+            length, head_dim, theta, device
+        )  # a graph outlives the cache's memory
+    return _rotary_table(length, head_dim, theta, device)
+
+
+@lru_cache(maxsize=8)  # ten launches a forward otherwise
+def _rotary_table(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):  # made in an evaluation, they must serve a training as well
         exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
         position = torch.arange(length, device=device, dtype=torch.float32)
