@@ -1,13 +1,22 @@
 """Time to loss: what counts as training time, where a curve meets the target, and a race of two real runs."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
-from slipstream.bench.race import Point, compare, curve, race, reach
+from slipstream.bench.race import Point, compare, curve, race, reach, write
 from slipstream.cli import _dispatch
 from slipstream.errors import UserError
 from slipstream.metrics.events import Run
+
+TOY = [
+    "model.preset=cpu-default", "model.layers=2", "model.dim=32", "model.heads=2", "model.kv_heads=2", "model.ffn=64",
+    "data.sequence=32", "train.eval_every=2", "train.sample_tokens=0",
+]  # fmt: skip
 
 
 def events(step_seconds, losses, tokens=100, validation_seconds=5.0):
@@ -75,12 +84,72 @@ def test_too_few_validations_are_a_clear_error(tmp_path):
 
 
 def test_two_schedules_race_for_real(tmp_path):
-    arguments = ["model.preset=cpu-default", "train.steps=6", "train.eval_every=2", "train.sample_tokens=0"]
-    small = ["model.layers=2", "model.dim=32", "model.heads=2", "model.kv_heads=2", "model.ffn=64"]
-    result = race([*arguments, *small, "data.sequence=32"], ["2bw", "1f1b"], tmp_path)
+    result = race([*TOY, "train.steps=6"], ["2bw", "1f1b"], tmp_path)
     assert [lap["schedule"] for lap in result["laps"]] == ["2bw", "1f1b"]
     assert json.loads((tmp_path / "race.json").read_text())["target_loss"] == result["target_loss"]
     assert "Validation loss by wall clock" in (tmp_path / "race.html").read_text()
+
+
+def test_the_time_between_an_interruption_and_its_resumption_does_not_count(tmp_path):
+    found = events(1.0, [4.0, 3.0, 2.0])
+    late = [event | {"time": event["time"] + (500 if event["step"] > 4 else 0)} for event in found]
+    late.insert(7, {"event": "start", "step": 4, "time": 1400.0})
+    assert [event["step"] for event in late[6:9]] == [4, 4, 5]
+    assert [point.seconds for point in curve(Run(tmp_path, tuple(late)))] == [1.0, 3.0, 5.0]
+
+
+def test_what_there_is_of_a_race_is_written(tmp_path):
+    def record(name, rows):
+        (tmp_path / name).mkdir(exist_ok=True)
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (tmp_path / name / "events.jsonl").write_text("".join(lines))
+
+    assert write(["2bw", "1f1b"], tmp_path, None) is None
+    record("2bw", [*events(1.0, [4.0, 3.2, 3.0]), {"event": "finish", "step": 6, "time": 2000.0}])
+    record("1f1b", events(1.5, [4.0])[:2])
+    alone = write(["2bw", "1f1b"], tmp_path, None)
+    assert alone is not None
+    assert "best_sync" not in alone
+    record("1f1b", events(1.5, [4.0, 3.1]))
+    partial = write(["2bw", "1f1b"], tmp_path, None)
+    assert partial is not None
+    assert [lap["finished"] for lap in partial["laps"]] == [True, False]
+    assert not partial["complete"]
+    assert partial["target_loss"] == 3.1
+    page = (tmp_path / "race.html").read_text()
+    assert "not over" in page
+    assert "times the tokens" in page
+    assert json.loads((tmp_path / "race.json").read_text()) == partial
+
+
+def test_an_interrupted_race_keeps_what_it_has_and_goes_on(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream",
+        "bench",
+        "race",
+        *TOY,
+        "train.steps=60",
+        "--out",
+        str(tmp_path),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+        deadline = time.monotonic() + 120
+        log = tmp_path / "2bw" / "events.jsonl"
+        while time.monotonic() < deadline and not (log.exists() and '"validation"' in log.read_text()):
+            time.sleep(0.05)
+        child.send_signal(signal.SIGTERM)
+        said = child.communicate(timeout=120)[0]
+    assert child.returncode == 2
+    assert "interrupted while 2bw trained" in said
+    assert not (tmp_path / "1f1b").exists()
+    reached = max(json.loads(line)["step"] for line in log.read_text().splitlines())
+    assert reached < 60
+    result = race([*TOY, "train.steps=60"], ["2bw", "1f1b"], tmp_path)
+    assert result["complete"]
+    starts = [event for event in map(json.loads, log.read_text().splitlines()) if event["event"] == "start"]
+    assert [start["resumed"] for start in starts] == [False, True]
 
 
 def test_a_mistake_of_the_second_contender_is_said_before_the_first_one_trains(tmp_path):

@@ -2,30 +2,40 @@
 
 Every contender is a whole `slipstream train` with the same model, data, seed, batch and learning rates; only the
 schedule differs (and with it the delay and its correction, which only 2bw has). The clock is the wall clock of
-training from the first recorded step on: start-up, compilation and the validations themselves are left out, alike
-for all. The target is the loss that every contender reached, unless one is given: the worst of their best ones.
-Finished runs are kept, so an interrupted race goes on where it was.
+training from the first recorded step on: start-up, compilation, the validations themselves and the time between an
+interruption and its resumption are left out, alike for all. The target is a loss at which every contender ended,
+unless one is given: the worst of their final ones.
+
+race.json and race.html are written anew while a contender trains and after each, from whatever there is; a race that
+is interrupted goes on where it was when the same command is given again.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 
 from slipstream.errors import UserError
-from slipstream.metrics.events import Run, number, read_run
+from slipstream.metrics.events import EVENTS_FILE, Run, number, read_run
 from slipstream.metrics.report import write_report
+from slipstream.metrics.report_page import Chart, Section, Series, Table, Text
 
 OURS = "2bw"
+EVERY_SECONDS = 20.0  # between two writings of the page while a contender trains
+STOP_SECONDS = 120.0  # for a contender to save and leave
 NO_DELAY = ("optim.correction=none", "optim.sync_start=0", "optim.sync_finish=0")
 
 
@@ -34,6 +44,7 @@ class Lap:
     """What one contender did. Seconds and tokens to the target are None where it was not reached."""
 
     schedule: str
+    finished: bool
     tokens_per_second: float
     best_loss: float
     final_loss: float
@@ -64,11 +75,29 @@ def race(
     out.mkdir(parents=True, exist_ok=True)
     for schedule in schedules:
         progress(f"training with {schedule}")
-        _train(arguments, schedule, out)
-    runs = {schedule: read_run(out / schedule) for schedule in schedules}
+        _train(arguments, schedule, out, lambda: write(schedules, out, target))
+    compare(
+        {name: read_run(out / name) for name in schedules}, target
+    )  # says so where validations are missing
+    result = write(schedules, out, target)
+    assert result is not None
+    return result
+
+
+def write(schedules: Sequence[str], out: Path, target: float | None) -> dict[str, Any] | None:
+    """race.json and race.html of what the contenders have done so far; None where that is too little to say."""
+    runs = {name: read_run(out / name) for name in schedules if (out / name / EVENTS_FILE).exists()}
+    runs = {name: run for name, run in runs.items() if len(curve(run)) > 1}
+    if not runs:
+        return None
     result = compare(runs, target)
-    result["page"] = str(write_report([run.path for run in runs.values()], out / "race.html"))
-    (out / "race.json").write_text(json.dumps(result, indent=2) + "\n")
+    done = len(runs) == len(schedules) and all(run.status == "finished" for run in runs.values())
+    result |= {"complete": done, "page": str(out / "race.html")}
+    lead = Section("Time to loss", [*_verdict(result), _chart(runs, result)])
+    write_report([run.path for run in runs.values()], out / "race.html", title="Race", lead=[lead])
+    draft = out / ".race.json"
+    draft.write_text(json.dumps(result, indent=2) + "\n")
+    draft.rename(out / "race.json")
     return result
 
 
@@ -78,13 +107,41 @@ def arguments_of(arguments: Sequence[str], schedule: str, out: Path) -> list[str
     return [*arguments, *own, *(NO_DELAY if schedule != OURS else ())]
 
 
-def _train(arguments: Sequence[str], schedule: str, out: Path) -> None:
+def _train(arguments: Sequence[str], schedule: str, out: Path, refresh: Callable[[], object]) -> None:
+    """Train one contender, or what is left of it, and look at it now and then."""
     command = [sys.executable, "-m", "slipstream", "train", *arguments_of(arguments, schedule, out)]
-    if subprocess.run(command).returncode:
+    again = "Give the same command again to go on: what has been trained is kept."
+    with _terminated_as_interrupted():
+        child = subprocess.Popen(command)
+        try:
+            while child.poll() is None:
+                try:
+                    child.wait(EVERY_SECONDS)
+                except subprocess.TimeoutExpired:
+                    refresh()
+        except KeyboardInterrupt:
+            child.terminate()  # it saves and leaves; a second request within a second is the same one
+            child.wait(STOP_SECONDS)
+        finally:
+            if child.poll() is None:
+                child.kill()
+    refresh()
+    if child.returncode:
         raise UserError(
-            f"The run with {schedule} failed; its words are above, its logs in {out / schedule}. "
-            "Mend it and start the race again: runs that ended are kept."
+            f"The run with {schedule} failed; its words are above, its logs in {out / schedule}. {again}"
         )
+    if not (out / schedule / EVENTS_FILE).exists() or read_run(out / schedule).status != "finished":
+        raise UserError(f"The race was interrupted while {schedule} trained. {again}")
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM as KeyboardInterrupt, so that the contender is asked to stop too."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def compare(runs: dict[str, Run], target: float | None) -> dict[str, Any]:
@@ -97,9 +154,11 @@ def compare(runs: dict[str, Run], target: float | None) -> dict[str, Any]:
                 "Set train.eval_every to a smaller number."
             )
     if target is None:
-        target = max(min(point.loss for point in points) for points in curves.values())
+        target = max(points[-1].loss for points in curves.values())
     reached = {schedule: reach(points, target) for schedule, points in curves.items()}
-    laps = {schedule: _lap(schedule, curves[schedule], reached[schedule]) for schedule in runs}
+    laps = {
+        schedule: _lap(run, schedule, curves[schedule], reached[schedule]) for schedule, run in runs.items()
+    }
     result: dict[str, Any] = {"target_loss": target, "laps": [asdict(lap) for lap in laps.values()]}
     others = {schedule: at for schedule, at in reached.items() if at is not None and schedule != OURS}
     if (ours := reached.get(OURS)) is not None and others:
@@ -114,24 +173,33 @@ def compare(runs: dict[str, Run], target: float | None) -> dict[str, Any]:
 
 
 def curve(run: Run) -> list[Point]:
-    """The validations, by training time: the time each validation took is not training."""
-    steps = {row["step"]: at for row in run.surviving("step") if (at := number(row.get("time"))) is not None}
-    began, validating = min(steps.values(), default=0.0), 0.0
-    points: list[Point] = []
-    for row in run.surviving("validation"):
-        at, loss, tokens = (number(row.get(key)) for key in ("time", "loss", "tokens"))
-        if at is None or loss is None or tokens is None or row["step"] not in steps:
-            continue
-        before = steps[row["step"]]
-        points.append(Point(before - began - validating, tokens, loss))
-        validating += max(0.0, at - before)
+    """The validations, by training time. A step across a resumption counts as long as a typical one."""
+    rows = [(row["step"], at) for row in run.surviving("step") if (at := number(row.get("time"))) is not None]
+    validations = run.surviving("validation")
+    resumed = [at for event in run.of("start") if (at := number(event.get("time"))) is not None]
+    validated = {row["step"]: number(row.get("time")) for row in validations}
+    gaps: list[float | None] = []
+    for (step, before), (_, after) in pairwise(rows):
+        across = any(before < at <= after for at in resumed)
+        gaps.append(None if across else after - max(before, validated.get(step) or before))
+    known = [gap for gap in gaps if gap is not None]
+    typical = median(known) if known else 0.0
+    clock = {rows[0][0]: 0.0} if rows else {}
+    for (last, _), (step, _), gap in zip(rows, rows[1:], gaps, strict=False):
+        clock[step] = clock[last] + (typical if gap is None else gap)
+    points = []
+    for row in validations:
+        loss, tokens = number(row.get("loss")), number(row.get("tokens"))
+        if loss is not None and tokens is not None and row["step"] in clock:
+            points.append(Point(clock[row["step"]], tokens, loss))
     return points
 
 
-def _lap(schedule: str, points: Sequence[Point], reached: Point | None) -> Lap:
+def _lap(run: Run, schedule: str, points: Sequence[Point], reached: Point | None) -> Lap:
     first, last = points[0], points[-1]
     return Lap(
         schedule,
+        run.status == "finished",
         tokens_per_second=(last.tokens - first.tokens) / (last.seconds - first.seconds),
         best_loss=min(point.loss for point in points),
         final_loss=last.loss,
@@ -155,24 +223,66 @@ def reach(points: Sequence[Point], target: float) -> Point | None:
     return None
 
 
-def print_race(console: Console, result: dict[str, Any]) -> None:
-    table = Table(title=f"Time to a validation loss of {result['target_loss']:.4f}", box=SIMPLE_HEAD)
-    for heading in ("schedule", "seconds", "M tokens", "tokens / s", "final loss"):
-        table.add_column(heading, justify="left" if heading == "schedule" else "right", no_wrap=True)
+HEADINGS = ("schedule", "seconds", "M tokens", "tokens / s", "final loss")
+
+
+def title(result: dict[str, Any]) -> str:
+    return f"Time to a validation loss of {result['target_loss']:.4f}"
+
+
+def rows(result: dict[str, Any]) -> Iterator[list[str]]:
+    """A line of the table for each contender."""
     for lap in result["laps"]:
         reached = lap["seconds_to_target"] is not None
-        table.add_row(
-            lap["schedule"],
+        yield [
+            lap["schedule"] if lap["finished"] else f"{lap['schedule']} (not finished)",
             f"{lap['seconds_to_target']:.1f}" if reached else "not reached",
             f"{lap['tokens_to_target'] / 1e6:.2f}" if reached else "",
             f"{lap['tokens_per_second']:,.0f}",
             f"{lap['final_loss']:.4f}",
-        )
+        ]
+
+
+def sentence(result: dict[str, Any]) -> str | None:
+    """Ours against the best of the others, where both reached the target."""
+    if "best_sync" not in result:
+        return None
+    return (
+        f"2bw reaches it {result['speedup_in_time_to_target']:.2f} times as fast as {result['best_sync']}: "
+        f"{result['speedup_in_tokens_per_second']:.2f} times the tokens per second, "
+        f"{result['token_penalty']:.3f} times the tokens."
+    )
+
+
+def _verdict(result: dict[str, Any]) -> list[Table | Text]:
+    note = "Seconds of training: without start-up, compilation and validations."
+    parts: list[Table | Text] = [Table(HEADINGS, list(rows(result)), title=title(result), note=note)]
+    if (said := sentence(result)) is not None:
+        parts.append(Text(said))
+    if not result["complete"]:
+        parts.insert(0, Text("The race is not over: these are the figures so far.", tone="warning"))
+    return parts
+
+
+def _chart(runs: dict[str, Run], result: dict[str, Any]) -> Chart:
+    curves = {schedule: curve(run) for schedule, run in runs.items()}
+    series = [
+        Series(schedule, [p.seconds for p in points], [p.loss for p in points], colour=index)
+        for index, (schedule, points) in enumerate(curves.items())
+    ]
+    longest = max(points[-1].seconds for points in curves.values())
+    level = result["target_loss"]
+    series.append(Series("target", [0.0, longest], [level, level], dashed=True, colour=len(series)))
+    return Chart("Validation loss by training time", series, x_label="seconds", y_label="nats", focus=True)
+
+
+def print_race(console: Console, result: dict[str, Any]) -> None:
+    table = RichTable(title=title(result), box=SIMPLE_HEAD)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == "schedule" else "right", no_wrap=True)
+    for row in rows(result):
+        table.add_row(*row)
     console.print(table)
-    if "best_sync" in result:
-        console.print(
-            f"2bw reaches it {result['speedup_in_time_to_target']:.2f} times as fast as {result['best_sync']}: "
-            f"{result['speedup_in_tokens_per_second']:.2f} times the tokens per second, "
-            f"{result['token_penalty']:.3f} times the tokens."
-        )
+    if (said := sentence(result)) is not None:
+        console.print(said)
     console.print(f"Curves and timelines: {result['page']}")

@@ -28,6 +28,7 @@ Function = str | Callable[..., Any]  # "module:qualname", or an importable funct
 # How gloo and sockets tell of a peer that left.
 LOST_CONNECTION = ("Connection", "not connected", "closed by the other end", "Broken pipe")
 GRACE_SECONDS = 10.0
+AT_ONCE_SECONDS = 0.2  # a terminal, or `timeout`, signals a whole group: two requests at once are one
 
 
 def launch(
@@ -247,12 +248,15 @@ def _name_of(function: Function) -> str:
 
 @contextlib.contextmanager
 def _forwarded_signals(pool: RankPool) -> Iterator[None]:
-    asked = 0
+    first: float | None = None
 
     def forward(number: int, frame: object) -> None:
-        nonlocal asked
-        asked += 1
-        pool.signal(signal.SIGTERM if asked == 1 else signal.SIGKILL)
+        nonlocal first
+        if first is None:
+            first = time.monotonic()
+            pool.signal(signal.SIGTERM)
+        elif time.monotonic() - first > AT_ONCE_SECONDS:
+            pool.signal(signal.SIGKILL)
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -23,22 +23,24 @@ from slipstream.metrics.report_timeline import delays, lanes
 WHOLE_SAMPLES = 3
 
 
-def write_report(runs: Sequence[str | Path], out: str | Path) -> Path:
-    """Read the run folders and write the page; returns its path."""
+def write_report(
+    runs: Sequence[str | Path], out: str | Path, title: str = "", lead: Sequence[Section] = ()
+) -> Path:
+    """Read the run folders and write the page; returns its path. `lead`: what is said before the runs themselves."""
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(report([read_run(run) for run in runs]), encoding="utf-8")
+    out.write_text(report([read_run(run) for run in runs], title, lead), encoding="utf-8")
     return out
 
 
-def report(runs: Sequence[Run]) -> str:
+def report(runs: Sequence[Run], title: str = "", lead: Sequence[Section] = ()) -> str:
     """The page about one or more runs."""
     names = labels(runs)
-    title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
+    title = title or (names[0] if len(runs) == 1 else f"{len(runs)} runs")
     subtitle = f"slipstream report, {time.strftime('%Y-%m-%d %H:%M')}"
     if len(runs) > 1:
         subtitle = f"{', '.join(names)} · {subtitle}"
-    return page(title, sections(runs), subtitle)
+    return page(title, [*lead, *sections(runs)], subtitle)
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
