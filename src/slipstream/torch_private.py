@@ -75,8 +75,8 @@ def greeting_others_only(stage: PipelineStage) -> PipelineStage:
 
     Torch 2.11 opens the connections of a stage with a message to and from both neighbours, also where a neighbour is
     on the same rank, as the two at the tip of a V are. gloo has no connection of a rank with itself ("Pair is not
-    connected"), nor has our own group. Every later message between such two is handed over in memory. Torch 2.13
-    does not send this one either, so there nothing changes.
+    connected"). Every later message between such two is handed over in memory. Torch 2.13 does not send this one
+    either, so there nothing changes.
     """
     if not hasattr(stage, "_get_init_p2p_neighbors_ops"):  # gone from later torches
         return stage
