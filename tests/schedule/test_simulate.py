@@ -32,6 +32,8 @@ def cases(draw):
         message_bytes=1.0,
         bandwidth=draw(st.sampled_from([inf, 2.0])),
         jitter=draw(st.sampled_from([0.0, 0.3])),
+        on_demand=draw(st.booleans()),
+        overhead=draw(st.sampled_from([0.0, 0.2])),
     )
     return build(name, stages, microbatches, draw(st.integers(1, 3))), costs
 
@@ -276,3 +278,21 @@ def test_an_update_too_long_to_hide_is_not_extrapolated_away() -> None:
     expected = simulate(build("pipedream_2bw", 8, 512, 4), costs).time_per_update
     assert steady("2bw", 8, 512, costs).time_per_update == pytest.approx(expected, rel=1e-3)
     assert expected > 1500
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "pipedream_2bw"])
+def test_overhead_is_paid_by_every_action(name) -> None:
+    """As if every forward and backward were that much longer."""
+    costs, schedule = Costs(forward=1.0, backward=2.0, update=0.5, latency=0.1), build(name, 3, 6, 4)
+    longer = replace(costs, forward=1.25, backward=2.25)
+    assert simulate(schedule, replace(costs, overhead=0.25)).ends == simulate(schedule, longer).ends
+
+
+def test_a_message_on_demand_is_waited_for_every_time() -> None:
+    """Two equal stages: posted ahead, GPipe's messages arrive while others are worked on."""
+    m, hop = 4, 0.25
+    costs, schedule = Costs(forward=1.0, backward=2.0, latency=hop), build("gpipe", 2, m, 2)
+    ahead = simulate(schedule, costs).time_per_update
+    demanded = simulate(schedule, replace(costs, on_demand=True)).time_per_update
+    assert ahead == pytest.approx((m + 1) * 3.0 + 2 * hop)
+    assert demanded == pytest.approx((m + 1) * 3.0 + 2 * m * hop)

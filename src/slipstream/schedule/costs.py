@@ -22,9 +22,12 @@ class Costs:
     A stage here is what one rank holds; a schedule with v chunks per rank splits each cost in v, unless a
     cost is given for every model stage. A split backward costs half of `backward` for each half unless told.
     `latency` may be given per link (P-1 numbers); a message also takes message_bytes / bandwidth, one at a
-    time per link and direction. `update` occupies the rank; `update_latency` is what must still happen
-    between the last stage's update and the publication of the weights (reductions, the global norm) and
-    occupies no one. `jitter` is the relative standard deviation of every duration, drawn from `seed`.
+    time per link and direction. Receives are posted ahead, unless `on_demand`: then a message sets out only
+    when both ends are there, and its receiver waits for all of it. `overhead` is what the runtime takes of
+    the rank for every forward, backward or half of one, beside the computation. `update` occupies the rank;
+    `update_latency` is what must still happen between the last stage's update and the publication of the
+    weights (reductions, the global norm) and occupies no one. `jitter` is the relative standard deviation of
+    every duration, drawn from `seed`.
     """
 
     forward: PerStage = 1.0
@@ -36,6 +39,8 @@ class Costs:
     latency: PerStage = 0.0
     message_bytes: float = 0.0
     bandwidth: float = inf  # bytes per second
+    on_demand: bool = False
+    overhead: float = 0.0
     jitter: float = 0.0
     seed: int = 0
 
@@ -92,10 +97,10 @@ def spread(costs: Costs, schedule: Schedule) -> StageCosts:
     latency, transfer = _per_edge(costs, schedule)
     return StageCosts(
         duration={
-            Kind.FORWARD: forward,
-            Kind.BACKWARD: backward,
-            Kind.BACKWARD_INPUT: inputs,
-            Kind.BACKWARD_WEIGHT: weights,
+            Kind.FORWARD: [seconds + costs.overhead for seconds in forward],
+            Kind.BACKWARD: [seconds + costs.overhead for seconds in backward],
+            Kind.BACKWARD_INPUT: [seconds + costs.overhead for seconds in inputs],
+            Kind.BACKWARD_WEIGHT: [seconds + costs.overhead for seconds in weights],
             Kind.UPDATE: _per_stage("update", costs.update, schedule),
         },
         latency=latency,

@@ -4,7 +4,8 @@ An action starts when its rank is free, its input has arrived and the weights it
 
     start = max(rank free, arrival of F from stage-1 or of the gradient from stage+1, publication)
 
-Sends never block and receives are posted ahead, so a link costs time only to the one who waits for it.
+Sends never block and receives are posted ahead, so a link costs time only to the one who waits for it. Where
+receives are posted on demand (`Costs.on_demand`) the message sets out when its receiver is free, too.
 Invariant: a start depends on earlier actions alone, so a finite run has the times of the infinite schedule up
 to its drain: for every group but the last.
 """
@@ -33,7 +34,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Run the schedule on the clock. Raises `Deadlock` for an order that cannot be run."""
     costs = costs or Costs()
     per_stage = spread(costs, schedule)
-    starts, ends = _run(schedule, _durations(schedule, costs, per_stage), per_stage, costs.update_latency)
+    starts, ends = _run(schedule, _durations(schedule, costs, per_stage), per_stage, costs)
     return Timeline(schedule.ranks, starts, ends)
 
 
@@ -47,12 +48,12 @@ def _durations(schedule: Schedule, costs: Costs, per_stage: StageCosts) -> list[
 
 
 def _run(
-    schedule: Schedule, durations: list[list[float]], per_stage: StageCosts, update_latency: float
+    schedule: Schedule, durations: list[list[float]], per_stage: StageCosts, costs: Costs
 ) -> tuple[tuple[list[float], ...], tuple[list[float], ...]]:
     """The event loop: run a rank until it lacks something, and take it up again when that is there.
 
-    A box holds, per microbatch, the time its input arrives at a stage, or None while that is not known, or
-    the tuple of ranks that wait for it: whoever makes it known wakes them.
+    A box holds, per microbatch, the time its input arrives at a stage (on demand: is sent to it), or None
+    while that is not known, or the tuple of ranks that wait for it: whoever makes it known wakes them.
     """
     forward, weight, update = Kind.FORWARD, Kind.BACKWARD_WEIGHT, Kind.UPDATE
     m, last = schedule.microbatches, schedule.model_stages - 1
@@ -60,7 +61,8 @@ def _run(
     activations: list[list] = [[None] * (m * schedule.groups) for _ in range(last + 1)]
     gradients: list[list] = [[None] * (m * schedule.groups) for _ in range(last + 1)]
     link_up, link_down = [0.0] * last, [0.0] * last  # when the edge from stage e to e+1, or back, is free
-    published = _Publications(schedule, update_latency)
+    published = _Publications(schedule, costs.update_latency)
+    on_demand = costs.on_demand
 
     starts: tuple[list[float], ...] = tuple([0.0] * len(row) for row in schedule.ranks)
     ends: tuple[list[float], ...] = tuple([0.0] * len(row) for row in schedule.ranks)
@@ -93,6 +95,9 @@ def _run(
                         break
                     if arrival > clock:
                         clock = arrival
+                    if on_demand:
+                        edge = stage - 1 if kind is forward else stage
+                        clock += transfer[edge] + latency[edge]
             rank_starts[i] = clock
             clock += rank_durations[i]
             rank_ends[i] = clock
@@ -108,10 +113,13 @@ def _run(
                 continue
             else:
                 box, link, edge = gradients[stage - 1], link_down, stage - 1
-            link[edge] = max(clock, link[edge]) + transfer[edge]
             if box[k] is not None:
                 runnable.extend(box[k])
-            box[k] = link[edge] + latency[edge]
+            if on_demand:
+                box[k] = clock
+            else:
+                link[edge] = max(clock, link[edge]) + transfer[edge]
+                box[k] = link[edge] + latency[edge]
         position[rank] = i
     stuck = {rank: i for rank, i in enumerate(position) if i < len(schedule.ranks[rank])}
     if stuck:
