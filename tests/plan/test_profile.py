@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from slipstream.errors import UserError
 from slipstream.models.sizes import preset
-from slipstream.plan.profile import Profile, StageSeconds, fit_line, link, timing
+from slipstream.plan.devices import Runtime
+from slipstream.plan.profile import Profile, StageSeconds, fit_line, fit_runtime, link, timing
+from slipstream.schedule import Costs, build, simulate
 
 
 @pytest.mark.parametrize(
@@ -34,6 +37,24 @@ def test_timing_and_link_from_known_times():
     assert found.bandwidth == pytest.approx(1e9)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "on_demand"), [("1f1b", True), ("gpipe", True), ("pipedream_2bw", False)]
+)
+def test_a_known_runtime_is_found_again(schedule, on_demand):
+    bare = Costs(forward=1e-4, backward=2e-4, update=3e-4, latency=5e-5, on_demand=on_demand)
+    true = replace(bare, overhead=2e-4, update=9e-4)
+    periods = {m: simulate(build(schedule, 2, m, 6), true).time_per_update for m in (4, 12)}
+    found = fit_runtime(schedule, 2, {4: bare, 12: bare}, periods)
+    assert found.action == pytest.approx(2e-4, rel=1e-3)
+    assert found.update == pytest.approx(6e-4, rel=1e-2)
+    assert found.on_demand is on_demand
+
+
+def test_a_runtime_faster_than_its_parts_costs_nothing():
+    bare = Costs(forward=1e-3, backward=2e-3)
+    assert fit_runtime("1f1b", 2, {4: bare, 12: bare}, {4: 1e-4, 12: 3e-4}) == Runtime()
+
+
 def test_a_real_profile_survives_its_file(tmp_path):
     from slipstream.cli.profile import measure_profile
 
@@ -41,6 +62,8 @@ def test_a_real_profile_survives_its_file(tmp_path):
     assert set(profile.timings) == {"embedding", "layer", "head"}
     assert profile.timings["layer"].forward(2) > 0
     assert 1e-6 < profile.link.latency < 0.1
+    assert profile.torch_engine.on_demand
+    assert not profile.engine.on_demand
     profile.write(tmp_path / "p.json")
     assert Profile.read(tmp_path / "p.json") == profile
 

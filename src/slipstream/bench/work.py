@@ -2,7 +2,8 @@
 
 `compute` is real: transformer blocks (causal attention and MLP), four to a stage. `sleep` only waits: its
 forward and backward hold a stage for a set time and leave the core free, so eight stages fit on two cores and
-what is measured is the scheduler alone. `language` is a real model (`language.py`), on the CPU or on a GPU.
+what is measured is the scheduler alone. `empty` does almost nothing with messages as large as `compute`'s: what is
+left is the runtime. `language` is a real model (`language.py`), on the CPU or on a GPU.
 Invariant: block i is the same for every contender and every split (its weights come from its index), so a contender
 that cuts a stage in two does the same total work.
 """
@@ -24,7 +25,7 @@ from slipstream.errors import UserError
 from slipstream.models.loss import TokenLoss
 from slipstream.models.sizes import ModelConfig
 
-KINDS = ("compute", "sleep", "language")
+KINDS = ("compute", "sleep", "empty", "language")
 CPU = torch.device("cpu")
 
 
@@ -107,6 +108,8 @@ def build_module(
     if work.kind == "sleep":
         share = size / work.blocks_per_stage
         return SleepStage(indices, work.dim, work.forward_seconds * share, work.backward_seconds * share)
+    if work.kind == "empty":
+        return EmptyStage(indices, work.dim).to(device, work.dtype)
     return ComputeStage(indices, work.dim, work.heads).to(device, work.dtype)
 
 
@@ -152,7 +155,7 @@ def loss_of(work: Work) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _microbatch_shape(work: Work) -> tuple[int, ...]:
-    return (work.tokens, work.dim) if work.kind == "compute" else (work.dim,)
+    return (work.dim,) if work.kind == "sleep" else (work.tokens, work.dim)
 
 
 class ComputeStage(nn.Module):
@@ -191,6 +194,19 @@ class Block(nn.Module):
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2))
         return hidden + self.down(functional.gelu(self.up(self.mlp_norm(hidden))))
+
+
+class EmptyStage(nn.Module):
+    """One addition, so that there is a graph and a gradient."""
+
+    def __init__(self, indices: range, dim: int) -> None:
+        super().__init__()
+        self.shifts = nn.ParameterDict({str(index): nn.Parameter(torch.zeros(dim)) for index in indices[:1]})
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [B, T, D]
+        for shift in self.shifts.values():
+            hidden = hidden + shift
+        return hidden
 
 
 class SleepStage(nn.Module):

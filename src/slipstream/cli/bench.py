@@ -23,7 +23,10 @@ def pipeline(
         str | None, typer.Option(help="Microbatches per update, one run for each; default: P, 2P, 4P.")
     ] = None,
     work: Annotated[
-        str | None, typer.Option(help="compute: blocks. sleep: timed waits, any P. language: a real model.")
+        str | None,
+        typer.Option(
+            help="compute: blocks. sleep: timed waits, any P. empty: the runtime. language: a real model."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda: all stages on one GPU.")] = "cpu",
     partitions: Annotated[

@@ -15,7 +15,10 @@ def measure_profile(config: ModelConfig, sequence: int, optimizer: str) -> Profi
     import torch
     from torch.nn import functional
 
-    from slipstream.distributed import launch
+    from slipstream.bench.measure import BASELINE, ENGINE
+    from slipstream.bench.profile import measure_runtime
+    from slipstream.bench.work import Work
+    from slipstream.distributed import RankPool
     from slipstream.models.stages import build_stage
     from slipstream.optim.build import build
 
@@ -39,16 +42,27 @@ def measure_profile(config: ModelConfig, sequence: int, optimizer: str) -> Profi
         stage.to(dtype)
         steps = build(optimizer, stage)
         measured = {}
+
+        def update(steps: torch.optim.Optimizer = steps) -> None:
+            steps.step()
+            steps.zero_grad()
+
         for size in SIZES:
             if name == "embedding":
                 inputs = torch.zeros(size, sequence, dtype=torch.long, device=device)
             else:
                 inputs = torch.randn(size, sequence, config.dim, device=device, dtype=dtype)
-            measured[size] = time_stage(stage, inputs, steps, loss if name == "head" else None)
+            measured[size] = time_stage(stage, inputs, update, loss if name == "head" else None)
         timings[name] = timing(measured)
     if device.type == "cuda":
         memory, title = torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_name(0)
     else:
         pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
         memory, title = pages * size / (os.cpu_count() or 1), "cpu, one core"
-    return Profile(title, float(memory), timings, link(launch(ping_pong, 2)[0]))
+    with RankPool(2) as pool:
+        found = link(pool.run(ping_pong)[0])
+        if device.type == "cuda":  # the host runs ahead of the device: what it does costs nothing
+            return Profile(title, float(memory), timings, found)
+        work = Work(batch=1, tokens=sequence, dim=config.dim)
+        runtimes = [measure_runtime(pool, name, work, found) for name in (ENGINE, BASELINE)]
+    return Profile(title, float(memory), timings, found, *runtimes)

@@ -18,6 +18,18 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
+class Runtime:
+    """What driving a stage takes of its rank, beside the stage's own work. Measured, never assumed."""
+
+    action: float = 0.0  # seconds per forward or backward
+    update: float = 0.0  # seconds per update
+    on_demand: bool = False  # receives are posted when needed, not ahead
+
+
+FREE = Runtime()
+
+
+@dataclass(frozen=True)
 class Device:
     """One accelerator and its links. Rates are per device and per direction."""
 
@@ -35,6 +47,8 @@ class Device:
     reserved_bytes: float = 1.0 * GIB  # context and communication buffers outside the allocator
     usable: float = 0.94  # share of the rest that can be filled before fragmentation bites
     source: str = "given by the user"
+    engine: Runtime = FREE  # of 2BW
+    torch_engine: Runtime = FREE  # of the synchronous schedules, which torch runs
 
     @property
     def room_bytes(self) -> float:
@@ -115,7 +129,7 @@ def _from_file(path: Path) -> Device:
         raise UserError(f"The device file {path} cannot be read: {error.strerror}.") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"The device file {path} is not valid TOML: {error}.") from None
-    known = {field.name for field in fields(Device)}
+    known = {field.name for field in fields(Device)} - {"engine", "torch_engine"}  # only a profile has these
     for key in table:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)

@@ -1,7 +1,8 @@
 """Figures of the real device: seconds of every part's forward, backward and update, and of the link.
 
 Parts are timed at two microbatch sizes, which gives the overhead per call and the time per sequence; the link
-is timed with messages of several sizes, which gives latency and bandwidth. What is timed is handed in as
+is timed with messages of several sizes, which gives latency and bandwidth; a runtime is timed on stages that do
+almost nothing, which gives what it costs beside them. What is timed is handed in as
 callables, so this layer needs neither models nor process groups of its own; torch is imported when used.
 """
 
@@ -11,17 +12,21 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.errors import UserError
+from slipstream.plan.devices import FREE, Runtime
 from slipstream.plan.parts import Timing
+from slipstream.schedule.actions import Kind
+from slipstream.schedule.costs import Costs
+from slipstream.schedule.generate import build
+from slipstream.schedule.simulate import simulate
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
 SIZES = (1, 3)
 REPEATS = 7
@@ -42,6 +47,8 @@ class Profile:
     memory_bytes: float
     timings: dict[str, Timing]
     link: Link
+    engine: Runtime = FREE
+    torch_engine: Runtime = FREE
 
     def device_changes(self) -> dict[str, Any]:
         """The fields of a `Device` that the measurement replaces."""
@@ -52,6 +59,8 @@ class Profile:
             "intra_bandwidth": self.link.bandwidth,
             "inter_latency": self.link.latency,
             "inter_bandwidth": self.link.bandwidth,
+            "engine": self.engine,
+            "torch_engine": self.torch_engine,
             "source": "measured",
         }
 
@@ -63,7 +72,8 @@ class Profile:
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
             timings = {name: Timing(**timing) for name, timing in tree["timings"].items()}
-            return cls(tree["device"], tree["memory_bytes"], timings, Link(**tree["link"]))
+            runtimes = [Runtime(**tree.get(name, {})) for name in ("engine", "torch_engine")]
+            return cls(tree["device"], tree["memory_bytes"], timings, Link(**tree["link"]), *runtimes)
         except OSError as error:
             reason = error.strerror
             raise UserError(
@@ -85,17 +95,16 @@ class StageSeconds(NamedTuple):
 def time_stage(
     module: nn.Module,
     inputs: Tensor,
-    optimizer: Optimizer,
+    update: Callable[[], object],
     loss: Callable[[Tensor], Tensor] | None = None,
-    repeats: int = REPEATS,
+    order: Sequence[Kind] = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE) * REPEATS,
     *,
     first: bool = False,
-    in_flight: int = 1,
 ) -> StageSeconds:
-    """Means over `repeats` of a stage's forward (with its loss, if it has one), backward and update.
+    """Means of a stage's forward (with its loss, if it has one), backward and update, run in this `order`.
 
-    The `first` stage passes no gradient to its input. With `in_flight` microbatches between a forward and
-    its backward, activations leave the caches as they do in a run.
+    In the order of a schedule's rank activations leave the caches as they do in a run. The first group is not
+    counted. The `first` stage passes no gradient to its input.
     """
     import torch
 
@@ -106,28 +115,56 @@ def time_stage(
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    rows = []
+    rows: dict[Kind, list[float]] = {Kind.FORWARD: [], Kind.BACKWARD: [], Kind.UPDATE: []}
     waiting: deque[Tensor] = deque()
-    for _ in range(repeats + in_flight + 1):
-        fed = inputs.detach().clone()
-        fed.requires_grad_(inputs.is_floating_point() and not first)
-        began = clock()
-        result = module(fed)
-        waiting.append(loss(result) if loss is not None else result)
-        forward = clock()
-        if len(waiting) < in_flight:
-            continue
-        oldest = waiting.popleft()
-        started = clock()
-        oldest.backward(torch.ones_like(oldest))
-        backward = clock()
-        optimizer.step()
-        update = clock()
-        optimizer.zero_grad(set_to_none=False)
-        rows.append((forward - began, backward - started, update - backward))
-    forwards, backwards, updates = zip(*rows[2:], strict=True)
+    for kind in order:
+        if kind is Kind.FORWARD:
+            fed = inputs.detach().clone()
+            fed.requires_grad_(inputs.is_floating_point() and not first)
+            began = clock()
+            result = module(fed)
+            waiting.append(loss(result) if loss is not None else result)
+        elif kind is Kind.BACKWARD:
+            oldest = waiting.popleft()
+            gradient = torch.ones_like(oldest)
+            began = clock()
+            oldest.backward(gradient)
+            del oldest
+        else:
+            began = clock()
+            update()
+        rows[kind].append(clock() - began)
+    warm = order.index(Kind.UPDATE)
+    skipped = {kind: order[: warm + 1].count(kind) for kind in rows}
+    forwards, backwards, updates = (rows[kind][skipped[kind] :] for kind in rows)
     spread = [pstdev(column) / fmean(column) for column in (forwards, backwards)]
     return StageSeconds(fmean(forwards), fmean(backwards), fmean(updates), fmean(spread))
+
+
+def fit_runtime(
+    schedule: str, stages: int, bare: Mapping[int, Costs], periods: Mapping[int, float]
+) -> Runtime:
+    """What a runtime adds, from its `periods` on almost empty stages at two numbers of microbatches.
+
+    `bare` are the costs of those stages and links alone. The overhead per action is the one with which the
+    simulator has the measured time per microbatch; what then is left of an update is the update's.
+    """
+    few, many = sorted(periods)
+
+    def period(microbatches: int, overhead: float) -> float:
+        given = replace(bare[microbatches], overhead=overhead)
+        return simulate(build(schedule, stages, microbatches, 6), given).time_per_update
+
+    wanted = periods[many] - periods[few]
+    low, high = 0.0, max(wanted, 0.0) / (many - few)
+    for _ in range(30):
+        middle = (low + high) / 2
+        if period(many, middle) - period(few, middle) < wanted:
+            low = middle
+        else:
+            high = middle
+    left = max(0.0, periods[few] - period(few, low))
+    return Runtime(low, left, on_demand=bare[few].on_demand)
 
 
 def fit_line(points: Mapping[float, float]) -> tuple[float, float]:

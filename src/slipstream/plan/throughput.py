@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2
 
-from slipstream.plan.devices import Device
+from slipstream.plan.devices import FREE, Device, Runtime
 from slipstream.plan.memory import Precision
 from slipstream.plan.parts import Model, Part, stage_parts, stage_seconds
 from slipstream.schedule.costs import Costs
@@ -100,6 +100,7 @@ class StageTimes:
     norm: float  # the tied embedding's sum and the global norm
     message_bytes: float
     network: Network
+    runtime: Runtime = FREE
 
 
 def stage_times(
@@ -109,14 +110,19 @@ def stage_times(
     network = place(device, shape.stages, shape.data_ranks, shape.pipeline_inside)
     parts = [stage_parts(model, layers) for layers in cut]
     seconds = [stage_seconds(stage, shape.microbatch_size, shape.checkpointing) for stage in parts]
+    runtime = device.engine if shape.asynchronous else device.torch_engine
     return StageTimes(
         forward=tuple(forward for forward, _ in seconds),
         backward=tuple(backward for _, backward in seconds),
-        update=tuple(update_seconds(stage, device, optimizer, _shards(shape)) for stage in parts),
+        update=tuple(
+            update_seconds(stage, device, optimizer, _shards(shape)) + runtime.update / shape.chunks
+            for stage in parts
+        ),
         reduction=tuple(reduction_seconds(stage, shape, network, precision) for stage in parts),
         norm=_exchange_seconds(model, shape, device, network, precision),
         message_bytes=model.boundary_bytes * shape.microbatch_size,
         network=network,
+        runtime=runtime,
     )
 
 
@@ -171,6 +177,8 @@ def costs(times: StageTimes, shape: Shape, jitter: float = 0.0) -> Costs:
         message_bytes=times.message_bytes,
         bandwidth=times.network.link_bandwidth,
         jitter=jitter,
+        on_demand=times.runtime.on_demand,
+        overhead=times.runtime.action,
     )
 
 
@@ -237,7 +245,9 @@ def estimate(times: StageTimes, shape: Shape) -> float:
     hop = sum(times.network.link_latency) / max(1, p - 1) + times.message_bytes / times.network.link_bandwidth
     deep = shape.in_flight is not None and shape.in_flight > p
     waiting = 0.0 if deep or p == 1 else 2 * (p - 1) / p * hop
-    steady_part = m * (slowest + waiting)
+    if times.runtime.on_demand and p > 1:
+        waiting = 2 * hop
+    steady_part = m * (slowest + waiting + 2 * shape.chunks * times.runtime.action)
     update = max(rank_sums(times.update, shape))
     latency = costs(times, shape).update_latency
     if shape.asynchronous:

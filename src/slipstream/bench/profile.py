@@ -1,0 +1,121 @@
+"""What the planner needs to know of a contender, measured without running the contender on its work:
+
+    its stage      forwards, backwards and updates of the bench's own stage in the schedule's order, on every rank
+                   at once, with no runtime and no messages
+    its runtime    the same runtime on almost empty stages whose messages are as large
+    the link       a ping-pong
+
+From these `schedule.simulate` predicts the time per update. torch's schedules post a receive when they need it and
+wait for it; ours posts receives ahead (`Costs.on_demand`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slipstream.bench.measure import ENGINE, measure
+from slipstream.bench.work import Work, build_module, build_optimizer, group_input, group_target, loss_of
+from slipstream.distributed import RankPool, World
+from slipstream.plan.devices import Runtime
+from slipstream.plan.profile import Link, StageSeconds, fit_runtime, time_stage
+from slipstream.schedule.actions import Schedule
+from slipstream.schedule.costs import Costs
+from slipstream.schedule.generate import build
+from slipstream.schedule.simulate import simulate
+from slipstream.torch_private import copy_
+
+SCHEDULES = {"torch_1f1b": "1f1b", "torch_gpipe": "gpipe", ENGINE: "pipedream_2bw"}
+SIMULATED_GROUPS = 40  # with jitter a few would be a lottery
+FEW, MANY = 4, 12  # microbatches of the almost empty runs
+
+
+def schedule_of(name: str, work: Work, groups: int) -> Schedule:
+    return build(SCHEDULES[name], work.stages, work.microbatches, groups)
+
+
+def profile_stage(world: World, name: str, work: Work, groups: int) -> StageSeconds:
+    """One rank's stage, alone but at the same time as the others: they share caches and memory bandwidth."""
+    module = build_module(work, world.rank, work.stages)
+    inputs = group_input(work)[: work.batch]
+    target, loss_function = group_target(work)[: work.batch], loss_of(work)
+
+    def loss(output: Tensor) -> Tensor:
+        return loss_function(output, target)
+
+    order = [action.kind for action in schedule_of(name, work, groups).ranks[world.rank]]
+    update = (our_update if name == ENGINE else torch_update)(module, work)
+    dist.barrier()
+    last = world.rank == work.stages - 1
+    return time_stage(module, inputs, update, loss if last else None, order, first=world.rank == 0)
+
+
+def torch_update(module: nn.Module, work: Work) -> Callable[[], None]:
+    """torch's schedules divide the gradients by m when all are there; then the step."""
+    optimizer = build_optimizer(module)
+
+    def update() -> None:
+        for parameter in module.parameters():
+            assert parameter.grad is not None
+            parameter.grad.div_(work.microbatches)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+def our_update(module: nn.Module, work: Work) -> Callable[[], None]:
+    """The norm, the step and the copy into a bank."""
+    optimizer = build_optimizer(module)
+    parameters = list(module.parameters())
+    bank = [parameter.detach().clone() for parameter in parameters]
+
+    def update() -> None:
+        nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            copy_(bank, parameters)
+
+    return update
+
+
+def costs_of(
+    name: str, work: Work, stages: Sequence[StageSeconds], link: Link, runtime: Runtime | None = None
+) -> Costs:
+    runtime = runtime or Runtime(on_demand=name != ENGINE)
+    return Costs(
+        forward=[stage.forward for stage in stages],
+        backward=[stage.backward for stage in stages],
+        update=[stage.update + runtime.update for stage in stages],
+        latency=link.latency,
+        message_bytes=4.0 * work.batch * work.tokens * work.dim,
+        bandwidth=link.bandwidth,
+        jitter=max(stage.jitter for stage in stages),
+        on_demand=runtime.on_demand,
+        overhead=runtime.action,
+    )
+
+
+def measure_runtime(pool: RankPool, name: str, work: Work, link: Link, rounds: int = 3) -> Runtime:
+    """The runtime `name` on almost empty stages, with messages of `work`'s size."""
+    bare: dict[int, Costs] = {}
+    periods: dict[int, float] = {}
+    for microbatches in (FEW, MANY):
+        # In flight as simulated: with nothing to compute the engine would choose by latency alone.
+        empty = replace(work, kind="empty", microbatches=microbatches, in_flight=work.stages)
+        stages = pool.run(profile_stage, name, empty, 20, ranks=work.stages)
+        bare[microbatches] = replace(costs_of(name, empty, stages, link), jitter=0.0)
+        samples = measure(pool, empty, [name], rounds=rounds, updates=30, timeout_seconds=60).samples[name]
+        periods[microbatches] = median(sample.period_seconds for sample in samples)
+    return fit_runtime(SCHEDULES[name], work.stages, bare, periods)
+
+
+def predict(name: str, work: Work, costs: Costs) -> float:
+    """Seconds per update."""
+    return simulate(schedule_of(name, work, SIMULATED_GROUPS), costs).time_per_update
