@@ -10,6 +10,7 @@ import tomllib
 import pytest
 
 from slipstream.cli import main
+from slipstream.config import from_tree, resolve
 
 ARGUMENTS = [
     "plan",
@@ -44,6 +45,34 @@ def test_the_terminal_shows_table_reasons_picture_and_toml(capsys, tmp_path):
     for word in ("schedule", "tok/s", "2bw", "delay", "Memory: rank", "To run it", "[pipeline]", "stage 0"):
         assert word in text
     assert tomllib.loads((tmp_path / "run.toml").read_text())["pipeline"]["stages"] == 4
+
+
+@pytest.mark.parametrize("options", [[], ["--float32"], ["--devices", "1"], ["--schedule", "1f1b"]])
+def test_every_toml_is_a_run_that_train_accepts(capsys, options):
+    run("--json", *options)
+    tomls = [layout["toml"] for layout in json.loads(capsys.readouterr().out)["layouts"]]
+    assert any(tomls)
+    for text in filter(None, tomls):
+        resolve(from_tree(tomllib.loads(text)))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--microbatch-size", "0"], "--microbatch-size"),
+        (["--top", "0"], "--top"),
+        (["--efficiency", "2"], "0 to 1"),
+        (["--sequence", "0"], "--sequence"),
+        (["--jitter", "-1"], "--jitter"),
+        (["--latency", "-5"], "--latency"),
+        (["--toml", "/nowhere/run.toml"], "cannot be written"),
+    ],
+)
+def test_a_value_out_of_range_is_named(capsys, options, words):
+    with pytest.raises(SystemExit) as leaving:
+        main([*ARGUMENTS, *options])
+    assert leaving.value.code == 2
+    assert words in capsys.readouterr().err
 
 
 def test_a_mistake_is_one_message_and_exit_code_2(capsys):

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import median
+from itertools import pairwise
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slipstream.bench.measure import ENGINE, measure
+from slipstream.bench.measure import ENGINE, WARM_UP_UPDATES
+from slipstream.bench.sample import RankSample, take_sample
 from slipstream.bench.work import Work, build_module, build_optimizer, group_input, group_target, loss_of
 from slipstream.distributed import RankPool, World
 from slipstream.plan.devices import Runtime
@@ -33,13 +35,16 @@ from slipstream.torch_private import copy_
 SCHEDULES = {"torch_1f1b": "1f1b", "torch_gpipe": "gpipe", ENGINE: "pipedream_2bw"}
 SIMULATED_GROUPS = 40  # with jitter a few would be a lottery
 FEW, MANY = 4, 12  # microbatches of the almost empty runs
+EMPTY_UPDATES = 100
 
 
 def schedule_of(name: str, work: Work, groups: int) -> Schedule:
     return build(SCHEDULES[name], work.stages, work.microbatches, groups)
 
 
-def profile_stage(world: World, name: str, work: Work, groups: int) -> StageSeconds:
+def profile_stage(
+    world: World, name: str, work: Work, groups: int, average: Callable[[Sequence[float]], float] = fmean
+) -> StageSeconds:
     """One rank's stage, alone but at the same time as the others: they share caches and memory bandwidth."""
     module = build_module(work, world.rank, work.stages)
     inputs = group_input(work)[: work.batch]
@@ -52,7 +57,9 @@ def profile_stage(world: World, name: str, work: Work, groups: int) -> StageSeco
     update = (our_update if name == ENGINE else torch_update)(module, work)
     dist.barrier()
     last = world.rank == work.stages - 1
-    return time_stage(module, inputs, update, loss if last else None, order, first=world.rank == 0)
+    return time_stage(
+        module, inputs, update, loss if last else None, order, first=world.rank == 0, average=average
+    )
 
 
 def torch_update(module: nn.Module, work: Work) -> Callable[[], None]:
@@ -102,17 +109,24 @@ def costs_of(
     )
 
 
-def measure_runtime(pool: RankPool, name: str, work: Work, link: Link, rounds: int = 3) -> Runtime:
-    """The runtime `name` on almost empty stages, with messages of `work`'s size."""
+def measure_runtime(pool: RankPool, name: str, work: Work, link: Link) -> Runtime:
+    """The runtime `name` on almost empty stages, with messages of `work`'s size.
+
+    Medians over actions and updates: beside a tenth of a millisecond a single interruption is large.
+    """
     bare: dict[int, Costs] = {}
     periods: dict[int, float] = {}
     for microbatches in (FEW, MANY):
         # In flight as simulated: with nothing to compute the engine would choose by latency alone.
         empty = replace(work, kind="empty", microbatches=microbatches, in_flight=work.stages)
-        stages = pool.run(profile_stage, name, empty, 20, ranks=work.stages)
+        stages = pool.run(profile_stage, name, empty, 20, median, ranks=work.stages)
         bare[microbatches] = replace(costs_of(name, empty, stages, link), jitter=0.0)
-        samples = measure(pool, empty, [name], rounds=rounds, updates=30, timeout_seconds=60).samples[name]
-        periods[microbatches] = median(sample.period_seconds for sample in samples)
+        samples: list[RankSample] = pool.run(
+            take_sample, name, empty, WARM_UP_UPDATES, EMPTY_UPDATES, ranks=work.stages
+        )
+        periods[microbatches] = fmean(
+            median(end - start for start, end in pairwise(sample.ends)) for sample in samples
+        )
     return fit_runtime(SCHEDULES[name], work.stages, bare, periods)
 
 

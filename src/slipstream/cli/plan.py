@@ -63,6 +63,13 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Rank layouts by predicted time to loss and say whether asynchrony pays."""
+    _check_ranges(
+        {"--sequence": sequence, "--top": top, "--stages": stages, "--microbatches": microbatches,
+         "--microbatch-size": microbatch_size},
+        {"--jitter": jitter, "--latency": latency},
+    )  # fmt: skip
+    if efficiency is not None and not 0 < efficiency <= 1:
+        raise UserError(f"--efficiency {efficiency:g} is a share of the peak: give a number from 0 to 1.")
     config = preset(model)
     chosen = find_device(
         device,
@@ -98,11 +105,23 @@ def plan(
         text = next((found for one in result.layouts if (found := to_toml(result, one, model))), None)
         if text is None:
             raise UserError("None of the ranked layouts uses a schedule that `slipstream train` runs.")
-        toml.write_text(text, encoding="utf-8")
+        try:
+            toml.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{toml} cannot be written: {error.strerror}.") from None
     if as_json:
         print(json.dumps(to_json(result, model), indent=2))
     else:
         show(result, Console(), model, top)
+
+
+def _check_ranges(counts: dict[str, int | None], amounts: dict[str, float | None]) -> None:
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise UserError(f"{name} must be 1 or more, not {value}.")
+    for name, amount in amounts.items():
+        if amount is not None and amount < 0:
+            raise UserError(f"{name} must not be negative, but it is {amount:g}.")
 
 
 def _profile(config: ModelConfig, sequence: int, optimizer: str, measure: bool, path: Path | None) -> Profile:

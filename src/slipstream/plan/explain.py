@@ -6,6 +6,7 @@ Lost time of a layout, in seconds per update (they add up to the predicted time)
     imbalance   the busiest rank's excess over the mean
     recompute   activation checkpointing
     update      the optimizer's step on the rank
+    runtime     what driving the stages takes of a rank (only a profile knows it)
     waiting     fill and drain, links, reductions that could not be hidden
 """
 
@@ -33,12 +34,15 @@ def losses(layout: Layout) -> dict[str, float]:
     recompute = m * sum(times.forward) / shape.stages if shape.checkpointing else 0.0
     work, update = m * sum(pairs) / shape.stages, sum(updates) / shape.stages
     busiest = max(m * pair + own for pair, own in zip(pairs, updates, strict=True))
+    rest = max(0.0, layout.speed.seconds - busiest)
+    runtime = min(rest, 2 * shape.chunks * m * times.runtime.action)
     return {
         "ideal": work - recompute,
-        "imbalance": busiest - work - update,
+        "imbalance": max(0.0, busiest - work - update),
         "recompute": recompute,
         "update": update,
-        "waiting": max(0.0, layout.speed.seconds - busiest),
+        "runtime": runtime,
+        "waiting": rest - runtime,
     }
 
 
@@ -68,6 +72,7 @@ LIMITS = {
     "imbalance": "layers do not divide evenly over the ranks; another P, or thinner layers, would.",
     "recompute": "memory: without checkpointing it does not fit, or only in smaller microbatches.",
     "update": "the optimizer's step; shard it over data ranks, or use a larger batch.",
+    "runtime": "the time it takes to drive a stage; larger microbatches help.",
     "waiting": "filling, draining, links and reductions that nothing hides; more microbatches help.",
 }
 
@@ -131,10 +136,15 @@ def break_even_batch(asynchronous: Layout, synchronous: Layout, batch_tokens: fl
 
 
 def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
-    """The settings that run `layout`; None where `slipstream train` has no such schedule."""
+    """The settings that run `layout`; None where `slipstream train` has no such schedule, or cannot shard its
+    optimizer under it.
+    """
     shape, job = layout.shape, plan.job
-    if shape.schedule not in RUNNABLE:
+    if shape.schedule not in RUNNABLE or (shape.shard_optimizer and not shape.asynchronous):
         return None
+    half = (
+        "bfloat16" if shape.asynchronous else "bfloat16_autocast"
+    )  # without banks the weights stay in float32
     correction, _, start = job.correction.partition("+")
     chosen: dict[str, dict[str, Any]] = {
         "model": {"preset": model_name},
@@ -147,7 +157,7 @@ def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
             "microbatch_size": shape.microbatch_size * shape.data_ranks,
         },
         "optim": {"name": job.optimizer},
-        "train": {"dtype": "bfloat16" if job.precision.bank == 2 else "float32"},
+        "train": {"dtype": half if job.precision.bank == 2 else "float32"},
     }
     if shape.asynchronous:
         chosen["optim"]["correction"] = correction

@@ -50,11 +50,16 @@ def plan(job: Job) -> Plan:
 
 
 def _distinct(entries: Sequence[tuple]) -> list[tuple]:
-    """The best few, no two of the same P and microbatch: variants of one layout would crowd out the rest."""
+    """The best few, no two of the same P and microbatch: variants of one layout would crowd out the rest.
+
+    The best with an unsharded optimizer is among them: `slipstream train` shards it under 2BW only.
+    """
     kept: dict[tuple[int, int], tuple] = {}
     for entry in entries:
         kept.setdefault((entry[1].stages, entry[1].microbatch_size), entry)
-    return list(kept.values())[:SIMULATED_PER_SCHEDULE]
+    best = list(kept.values())[:SIMULATED_PER_SCHEDULE]
+    whole = next((entry for entry in entries if not entry[1].shard_optimizer), None)
+    return best if whole is None or whole in best else [*best, whole]
 
 
 def _layout(

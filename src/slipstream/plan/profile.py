@@ -100,8 +100,9 @@ def time_stage(
     order: Sequence[Kind] = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE) * REPEATS,
     *,
     first: bool = False,
+    average: Callable[[Sequence[float]], float] = fmean,
 ) -> StageSeconds:
-    """Means of a stage's forward (with its loss, if it has one), backward and update, run in this `order`.
+    """Averages of a stage's forward (with its loss, if it has one), backward and update, run in this `order`.
 
     In the order of a schedule's rank activations leave the caches as they do in a run. The first group is not
     counted. The `first` stage passes no gradient to its input.
@@ -138,7 +139,7 @@ def time_stage(
     skipped = {kind: order[: warm + 1].count(kind) for kind in rows}
     forwards, backwards, updates = (rows[kind][skipped[kind] :] for kind in rows)
     spread = [pstdev(column) / fmean(column) for column in (forwards, backwards)]
-    return StageSeconds(fmean(forwards), fmean(backwards), fmean(updates), fmean(spread))
+    return StageSeconds(average(forwards), average(backwards), average(updates), fmean(spread))
 
 
 def fit_runtime(
