@@ -16,7 +16,7 @@ on_gpu = pytest.mark.skipif(torch.cuda.device_count() != 1, reason="needs one CU
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16_autocast"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16_autocast", "bfloat16"])
 @pytest.mark.parametrize(
     ("schedule", "stages"), [("2bw", 4), ("2bw", 2), ("1f1b", 4), ("interleaved_1f1b", 2), ("zbv", 2)]
 )

@@ -261,12 +261,6 @@ def _check_mismatch(config: Config, delays: list[int], problems: list[str]) -> N
 
 def _check_train(config: Config, problems: list[str]) -> None:
     train, optim = config.train, config.optim
-    if train.dtype == "bfloat16" and config.synchronous:
-        problems.append(
-            "train.dtype = 'bfloat16' means bfloat16 banks, and pipeline.schedule = "
-            f"'{config.pipeline.schedule}' "
-            "has none. Set train.dtype=bfloat16_autocast."
-        )
     if train.dtype != "float32" and train.device == "cpu":
         problems.append(f"train.dtype = '{train.dtype}' is unusably slow on a CPU. Set train.dtype=float32.")
     if train.cuda_graphs and (config.pipeline.schedule != "emulate" or train.device == "cpu"):
