@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from slipstream.errors import UserError
 from slipstream.models.sizes import preset
 from slipstream.plan.devices import Runtime
-from slipstream.plan.profile import Profile, StageSeconds, fit_line, fit_runtime, link, timing
+from slipstream.plan.profile import Profile, StageSeconds, fit_line, fit_runtime, link, spreads, timing
 from slipstream.schedule import Costs, build, simulate
 
 
@@ -25,6 +26,15 @@ from slipstream.schedule import Costs, build, simulate
 )
 def test_fit_line(points, line):
     assert fit_line(points) == pytest.approx(line)
+
+
+def test_jitter_and_drift_are_told_apart():
+    draw = random.Random(0).gauss
+    drifts = [draw(1.0, 0.1) for _ in range(2000)]
+    both = [[drift * draw(1.0, 0.2) for _ in range(8)] for drift in drifts]
+    assert spreads(both) == pytest.approx((0.2, 0.1), rel=0.1)
+    alone = [[draw(1.0, 0.2) for _ in range(8)] for _ in drifts]
+    assert spreads(alone)[1] < 0.03
 
 
 def test_timing_and_link_from_known_times():

@@ -24,9 +24,9 @@ from slipstream.plan.devices import Runtime
 from slipstream.plan.profile import Link, link, ping_pong
 
 T = TypeVar("T")
-ROUNDS = 9
+ROUNDS = 15
 OTHERS = 0.06  # share of the cores that other programs may take in a round
-PATIENCE_SECONDS = 600.0
+PATIENCE_SECONDS = 800.0
 
 
 class Quiet:
@@ -80,7 +80,7 @@ def profile_runtimes(quiet: Quiet) -> tuple[Link, dict[str, Runtime]]:
 
 
 def predicted_over_measured(pool: RankPool, name: str, work: Work, found: Link, runtime: Runtime) -> float:
-    groups, updates = max(4, 40 // work.microbatches), max(8, 64 // work.microbatches)
+    groups, updates = max(10, 40 // work.microbatches), max(10, 64 // work.microbatches)
     before = pool.run(profile_stage, name, work, groups)
     sample = measure(pool, work, [name], rounds=1, updates=updates, timeout_seconds=120).samples[name][0]
     after = pool.run(profile_stage, name, work, groups)
@@ -93,7 +93,8 @@ def predicted_over_measured(pool: RankPool, name: str, work: Work, found: Link, 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="what others do is read from /proc")
 @pytest.mark.parametrize("microbatches", [2, 4, 8])
 def test_predicted_time_per_update_is_within_ten_percent_of_the_bench(microbatches):
-    work = Work(stages=2, microbatches=microbatches)
+    # Predicted and measured is the same layout, as the planner names it; left open, the engine would choose.
+    work = Work(stages=2, microbatches=microbatches, in_flight=min(microbatches, 3))
     ratios: dict[str, list[float]] = {name: [] for name in SCHEDULES}
     with RankPool(2) as pool:
         quiet = Quiet(pool)

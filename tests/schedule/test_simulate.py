@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from math import inf, nan
@@ -144,6 +145,24 @@ def test_latency_per_link() -> None:
     timeline = simulate(build("gpipe", 3, 1), Costs(latency=[0.5, 2.0]))
     first = [next(s.start for s in timeline.spans if s.rank == r) for r in range(3)]
     assert first == pytest.approx([0, 1.5, 4.5])
+
+
+def test_a_rank_that_is_slow_for_a_whole_group_costs_more_than_depth_can_hide() -> None:
+    def lost(in_flight: int, **spread: float) -> float:
+        costs = Costs(forward=1.0, backward=2.0, **spread)
+        schedule = build("pipedream_2bw", 2, 8, 300, in_flight=in_flight)
+        return simulate(schedule, costs).time_per_update / 24.0 - 1.0
+
+    left_of_jitter = lost(5, jitter=0.2) / lost(2, jitter=0.2)
+    left_of_drift = lost(5, drift=0.2) / lost(2, drift=0.2)
+    assert 3 * left_of_jitter < left_of_drift < 1
+
+
+def test_drift_makes_a_flushed_group_as_slow_as_its_slowest_rank() -> None:
+    schedule = build("gpipe", 2, 50, 400)
+    period = simulate(schedule, Costs(forward=1.0, backward=1.0, drift=0.1)).time_per_update
+    # Two ranks: the mean of the larger of two normal draws is 1 + 0.1 / sqrt(pi); the bubble is 2 of 102.
+    assert period == pytest.approx(102 * (1 + 0.1 / math.sqrt(math.pi)), rel=0.015)
 
 
 def test_jitter_is_drawn_from_the_seed() -> None:

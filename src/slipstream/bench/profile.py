@@ -11,9 +11,10 @@ wait for it; ours posts receives ahead (`Costs.on_demand`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import sqrt
 from statistics import fmean, median
 
 import torch
@@ -33,13 +34,15 @@ from slipstream.schedule.simulate import simulate
 from slipstream.torch_private import copy_
 
 SCHEDULES = {"torch_1f1b": "1f1b", "torch_gpipe": "gpipe", ENGINE: "pipedream_2bw"}
-SIMULATED_GROUPS = 40  # with jitter a few would be a lottery
+SIMULATED_GROUPS = 160  # with jitter a few would be a lottery
 FEW, MANY = 4, 12  # microbatches of the almost empty runs
 EMPTY_UPDATES = 100
 
 
 def schedule_of(name: str, work: Work, groups: int) -> Schedule:
-    return build(SCHEDULES[name], work.stages, work.microbatches, groups)
+    """The contender's schedule; how many microbatches ours keeps in flight is part of the layout."""
+    options = {"in_flight": work.in_flight} if name == ENGINE and work.in_flight is not None else {}
+    return build(SCHEDULES[name], work.stages, work.microbatches, groups, **options)
 
 
 def profile_stage(
@@ -103,10 +106,15 @@ def costs_of(
         latency=link.latency,
         message_bytes=4.0 * work.batch * work.tokens * work.dim,
         bandwidth=link.bandwidth,
-        jitter=max(stage.jitter for stage in stages),
+        jitter=_rms(stage.jitter for stage in stages),
+        drift=_rms(stage.drift for stage in stages),
         on_demand=runtime.on_demand,
         overhead=runtime.action,
     )
+
+
+def _rms(values: Iterable[float]) -> float:
+    return sqrt(fmean(value * value for value in values))
 
 
 def measure_runtime(pool: RankPool, name: str, work: Work, link: Link) -> Runtime:
@@ -120,7 +128,7 @@ def measure_runtime(pool: RankPool, name: str, work: Work, link: Link) -> Runtim
         # In flight as simulated: with nothing to compute the engine would choose by latency alone.
         empty = replace(work, kind="empty", microbatches=microbatches, in_flight=work.stages)
         stages = pool.run(profile_stage, name, empty, 20, median, ranks=work.stages)
-        bare[microbatches] = replace(costs_of(name, empty, stages, link), jitter=0.0)
+        bare[microbatches] = replace(costs_of(name, empty, stages, link), jitter=0.0, drift=0.0)
         samples: list[RankSample] = pool.run(
             take_sample, name, empty, WARM_UP_UPDATES, EMPTY_UPDATES, ranks=work.stages
         )

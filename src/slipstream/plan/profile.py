@@ -13,8 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import sqrt
 from pathlib import Path
-from statistics import fmean, median, pstdev
+from statistics import fmean, median, variance
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.errors import UserError
@@ -84,12 +85,16 @@ class Profile:
 
 
 class StageSeconds(NamedTuple):
-    """Means: what counts in a run is the sum. `jitter` is the relative standard deviation of one duration."""
+    """Means: what counts in a run is the sum.
+
+    `jitter` is the relative standard deviation of one duration within its group, `drift` that of a whole group.
+    """
 
     forward: float
     backward: float
     update: float
     jitter: float = 0.0
+    drift: float = 0.0
 
 
 def time_stage(
@@ -117,6 +122,7 @@ def time_stage(
         return time.perf_counter()
 
     rows: dict[Kind, list[float]] = {Kind.FORWARD: [], Kind.BACKWARD: [], Kind.UPDATE: []}
+    groups: list[list[tuple[Kind, float]]] = [[]]  # forwards and backwards between updates
     waiting: deque[Tensor] = deque()
     for kind in order:
         if kind is Kind.FORWARD:
@@ -135,11 +141,24 @@ def time_stage(
             began = clock()
             update()
         rows[kind].append(clock() - began)
+        if kind is Kind.UPDATE:
+            groups.append([])
+        else:
+            groups[-1].append((kind, rows[kind][-1]))
     warm = order.index(Kind.UPDATE)
     skipped = {kind: order[: warm + 1].count(kind) for kind in rows}
     forwards, backwards, updates = (rows[kind][skipped[kind] :] for kind in rows)
-    spread = [pstdev(column) / fmean(column) for column in (forwards, backwards)]
-    return StageSeconds(average(forwards), average(backwards), average(updates), fmean(spread))
+    means = {Kind.FORWARD: fmean(forwards), Kind.BACKWARD: fmean(backwards)}
+    relative = [[seconds / means[kind] for kind, seconds in group] for group in groups[1:] if group]
+    return StageSeconds(average(forwards), average(backwards), average(updates), *spreads(relative))
+
+
+def spreads(groups: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The standard deviation within groups, and the one between their means that is more than chance would give."""
+    within = fmean(variance(group) for group in groups if len(group) > 1)
+    size = fmean(len(group) for group in groups)
+    between = variance([fmean(group) for group in groups]) - within / size if len(groups) > 1 else 0.0
+    return sqrt(within), sqrt(max(0.0, between))
 
 
 def fit_runtime(

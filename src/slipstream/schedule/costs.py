@@ -27,7 +27,8 @@ class Costs:
     the rank for every forward, backward or half of one, beside the computation. `update` occupies the rank;
     `update_latency` is what must still happen between the last stage's update and the publication of the
     weights (reductions, the global norm) and occupies no one. `jitter` is the relative standard deviation of
-    every duration, drawn from `seed`.
+    every duration, drawn from `seed`; `drift` that of a rank's whole group, for a rank that is slow for longer
+    than an action: depth hides the first, and much less of the second.
     """
 
     forward: PerStage = 1.0
@@ -42,6 +43,7 @@ class Costs:
     on_demand: bool = False
     overhead: float = 0.0
     jitter: float = 0.0
+    drift: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ to its drain: for every group but the last.
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterable
 
 from slipstream.schedule.actions import Kind, Schedule
@@ -41,9 +42,13 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 def _durations(schedule: Schedule, costs: Costs, per_stage: StageCosts) -> list[list[float]]:
     table = per_stage.duration
     durations = [[table[action[0]][action[1]] for action in actions] for actions in schedule.ranks]
+    draw = random.Random(costs.seed).gauss
     if costs.jitter:
-        draw = random.Random(costs.seed).gauss
         durations = [[d * max(0.0, 1.0 + draw(0.0, costs.jitter)) for d in row] for row in durations]
+    if costs.drift:
+        for row, actions in zip(durations, schedule.ranks, strict=True):
+            factors: defaultdict[int, float] = defaultdict(lambda: max(0.0, 1.0 + draw(0.0, costs.drift)))
+            row[:] = [duration * factors[action.group] for duration, action in zip(row, actions, strict=True)]
     return durations
 
 

@@ -62,7 +62,9 @@ def _full_pipeline(
     """The least m' = m - nP that fills the pipeline; m itself where a smaller m is another schedule."""
     uneven_rounds = name == "interleaved_1f1b" and stages > 0 and microbatches % stages != 0
     uneven_stages = any(isinstance(getattr(costs, field.name), Sequence) for field in fields(costs))
-    kinked = uneven_rounds or uneven_stages or costs.update or costs.update_latency or costs.jitter
+    kinked = (
+        uneven_rounds or uneven_stages or costs.update or costs.update_latency or costs.jitter or costs.drift
+    )
     if stages < 1 or kinked or options.get("every") is not None:
         return microbatches
     filled = max(2 * stages, (options.get("in_flight") or 0) + stages)
@@ -77,7 +79,7 @@ def _settle(
     name: str, stages: int, microbatches: int, costs: Costs, options: dict[str, int | None]
 ) -> tuple[Schedule, Timeline]:
     """A run just long enough: two groups where each ends at a barrier, else until the period repeats."""
-    if GENERATORS[name].synchronous and not costs.jitter:
+    if GENERATORS[name].synchronous and not (costs.jitter or costs.drift):
         groups = 2
     else:  # the deepest delay, 2(P-1) microbatches, must have shown
         groups = 4 + 2 * stages // max(microbatches, 1)
