@@ -44,7 +44,7 @@ def lerp_and_add(starts: Tensors, ends: Tensors, weight: float, outs: Tensors, a
 
 
 def extrapolate(outs: Tensors, starts: Tensors, ends: Tensors, weight: float) -> None:
-    """outs ← starts + weight (ends - starts). `starts` may be `outs`, and are overwritten in any case."""
+    """outs ← starts + weight (ends - starts). `starts` may be `outs`; else they are scratch."""
     if outs and _differ(outs, starts) and can_combine(outs, starts, ends):
         combine(outs, 1 - weight, starts, weight, ends)
         return

@@ -46,7 +46,9 @@ class Quiet:
                 return found
             self.repeated += 1
             time.sleep(0.5)
-        pytest.skip(f"other programs kept the cores busy for {PATIENCE_SECONDS:g} s")
+        pytest.fail(
+            f"other programs kept the cores busy for {PATIENCE_SECONDS:g} s: run this on an idle machine"
+        )
 
     def _own_seconds(self) -> float:
         return time.process_time() + sum(self.pool.run(processor_seconds))
@@ -89,7 +91,7 @@ def predicted_over_measured(pool: RankPool, name: str, work: Work, found: Link, 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="what others do is read from /proc")
 @pytest.mark.parametrize("microbatches", [2, 4, 8])
 def test_predicted_time_per_update_is_within_ten_percent_of_the_bench(microbatches):

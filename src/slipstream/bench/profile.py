@@ -25,13 +25,13 @@ from slipstream.bench.measure import ENGINE, WARM_UP_UPDATES
 from slipstream.bench.sample import RankSample, take_sample
 from slipstream.bench.work import Work, build_module, build_optimizer, group_input, group_target, loss_of
 from slipstream.distributed import RankPool, World
+from slipstream.lists import copy_
 from slipstream.plan.devices import Runtime
 from slipstream.plan.profile import Link, StageSeconds, fit_runtime, time_stage
 from slipstream.schedule.actions import Schedule
 from slipstream.schedule.costs import Costs
 from slipstream.schedule.generate import build
 from slipstream.schedule.simulate import simulate
-from slipstream.torch_private import copy_
 
 SCHEDULES = {"torch_1f1b": "1f1b", "torch_gpipe": "gpipe", ENGINE: "pipedream_2bw"}
 SIMULATED_GROUPS = 160  # with jitter a few would be a lottery

@@ -40,7 +40,7 @@ _STACK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """bf16 on a GPU, where it is fast; elsewhere the tensor's own precision, at least fp32."""
+    """Of a stack: bf16 on a GPU, which holds any gradient; elsewhere the tensor's own precision, at least fp32."""
     if tensor.is_cuda and tensor.dtype != torch.float64:
         return torch.bfloat16
     return torch.promote_types(tensor.dtype, torch.float32)
