@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.pipeline.depth import choose_in_flight, effective_link_seconds
+from slipstream.pipeline.depth import choose_in_flight
 from slipstream.schedule import Costs, build, simulate
 
 
@@ -30,8 +30,18 @@ def test_a_fast_link_keeps_the_least():
     assert choose_in_flight(8, 10, 0.03, 0.003) == 10
 
 
-def test_a_stage_that_is_often_late_gets_more_in_flight_on_a_host_than_on_a_device():
-    device, host = (effective_link_seconds(0.0, 0.030, 0.036, on_host) for on_host in (False, True))
-    assert choose_in_flight(2, 8, 0.030, device) == 3
-    assert choose_in_flight(2, 8, 0.030, host) == 4
-    assert effective_link_seconds(0.002, 0.030, 0.030, on_host=True) == 0.002
+@pytest.mark.parametrize(("m", "in_flight"), [(2, 3), (3, 4), (4, 5), (8, 5), (32, 5)])
+def test_stages_on_a_host_are_further_ahead_as_far_as_two_versions_allow(m, in_flight):
+    assert choose_in_flight(2, m, 0.030, 1e-5, on_host=True) == in_flight
+    assert choose_in_flight(2, 32, 0.030, 0.100, on_host=True) == 9, "a slow link wants more than a late core"
+
+
+@pytest.mark.parametrize(("stages", "m"), [(2, 2), (2, 4), (4, 4), (4, 16), (8, 8), (8, 32)])
+def test_the_depth_of_a_host_is_one_the_schedule_allows_and_makes_up_for_lateness(stages, m):
+    chosen = choose_in_flight(stages, m, 0.03, 1e-5, on_host=True)
+    late = Costs(forward=0.01, backward=0.02, jitter=0.2)
+    ahead, least = (
+        simulate(build("pipedream_2bw", stages, m, 60, in_flight=k), late).time_per_update
+        for k in (chosen, stages)
+    )
+    assert ahead < least

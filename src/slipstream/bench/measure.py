@@ -1,4 +1,9 @@
-"""Interleaved, repeated rounds: every contender takes one sample per round, in an order that rotates.
+"""Interleaved, repeated rounds: every contender is timed once per round, in an order that rotates.
+
+First each contender runs alone, which shows its memory, and whether it runs at all. On the CPU those that do are
+then built side by side and take turns of a few updates each, `ROUNDS_TOGETHER` rounds before they are built anew: cores
+that others use too are fast or slow for a second at a time. On a GPU, whose memory they would fill together, every
+sample is of a contender alone.
 
 Time per update of a sample is taken in the steady state: from the end of the first group's work to the end of
 the last one's, which leaves fill and drain out. They are reported apart, read at the last stage (which
@@ -17,16 +22,20 @@ import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
+from typing import Any
 
 from slipstream.bench.rivals import RIVALS
-from slipstream.bench.sample import RankSample, take_sample
+from slipstream.bench.sample import RankSample, rotated, take_sample, take_turns
 from slipstream.bench.work import Work
 from slipstream.distributed import RankPool
 from slipstream.errors import UserError
 
 BOUND, ENGINE, BASELINE = "bound", "slipstream", "torch_1f1b"
 WARM_UP_UPDATES = 4  # by then our schedule has chosen its depth from the times it measured
+ALONE_UPDATES = 3  # on the CPU, where they show memory only
+ROUNDS_TOGETHER = 5
 GPU_WARM_UP_UPDATES = 2  # of the others, on a GPU: its time is dear, and the processes are warm
+Progress = Callable[[str], None]
 NO_LATENCY = "not run: torch's schedules have no injected link latency"
 
 
@@ -38,7 +47,6 @@ class Sample:
     fill_seconds: float
     drain_seconds: float
     cpu_seconds: tuple[float, ...]  # per update, of each rank
-    peak_memory_bytes: tuple[int, ...]
 
 
 @dataclass
@@ -47,6 +55,7 @@ class Result:
 
     work: Work
     samples: dict[str, list[Sample]] = field(default_factory=dict)
+    peak_memory_bytes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of each rank, alone
     errors: dict[str, str] = field(default_factory=dict)
 
     def milliseconds(self, name: str) -> float | None:
@@ -80,13 +89,13 @@ def bench(
     pool: RankPool,
     works: Sequence[Work],
     rivals: Sequence[str],
-    rounds: int = 5,
+    rounds: int = 15,
     updates: int | None = None,
     *,
     timeout_seconds: float = 120.0,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Iterator[Result]:
-    """Measure each work in turn; `updates` a sample, by default as many as 64 microbatches make (a GPU: 48)."""
+    """Measure each work in turn; `updates` a sample, by default as many as 32 microbatches make (a GPU: 48)."""
     if rounds < 1 or (updates is not None and updates < 2):
         raise UserError(
             f"--rounds {rounds} and --updates {updates}: a median needs 1 round or more, "
@@ -99,7 +108,7 @@ def bench(
             work,
             [BOUND, *rivals, ENGINE],
             rounds=rounds,
-            updates=updates or (max(5, 48 // m) if work.device == "cuda" else max(8, 64 // m)),
+            updates=updates or (max(5, 48 // m) if work.device == "cuda" else max(4, 32 // m)),
             timeout_seconds=timeout_seconds,
             progress=progress,
         )
@@ -113,46 +122,88 @@ def measure(
     rounds: int,
     updates: int,
     timeout_seconds: float,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Result:
-    """Sample every contender once per round; `updates` updates a sample."""
+    """Sample every contender `rounds` times; `updates` updates a sample."""
     result = Result(work)
     pending = list(contenders)
     if work.link_latency_seconds > 0:
         result.errors = {name: NO_LATENCY for name in pending if name in RIVALS}
         pending = [name for name in pending if name not in RIVALS]
-    _warm_up(pool, work, timeout_seconds)
-    for turn in range(rounds):
-        order = [name for name in pending if name not in result.errors]
-        shift = turn % max(1, len(order))
-        for name in order[shift:] + order[:shift]:
-            progress(f"m = {work.microbatches}, round {turn + 1} of {rounds}: {name}")
-            try:
-                sample = _take(pool, name, work, updates, timeout_seconds)
-            except UserError as error:
-                if name not in RIVALS and work.device == "cpu":
-                    raise
-                result.errors[name] = str(error)
-                result.samples.pop(name, None)
-                _warm_up(pool, work, timeout_seconds)  # ranks that hung were replaced by new processes
-            else:
-                result.samples.setdefault(name, []).append(sample)
+    take = _Taker(pool, work, timeout_seconds)
+    take.warm_up()
+    if work.device == "cuda":
+        _alone(take, result, pending, rounds, updates, progress)
+    else:
+        _alone(take, result, pending, 1, ALONE_UPDATES, progress)
+        result.samples = {name: [] for name in result.samples}
+        _in_turns(take, result, rounds, updates, progress)
     return result
 
 
-def _warm_up(pool: RankPool, work: Work, timeout_seconds: float) -> None:
-    """A process's first sample pays for lazy loading, in time and in memory: throw one away."""
-    if work.device == "cuda":
-        work = replace(work, microbatches=work.stages)
-    _take(pool, BOUND, work, 2, timeout_seconds)
+def _alone(
+    take: _Taker, result: Result, names: Sequence[str], rounds: int, updates: int, progress: Progress
+) -> None:
+    for turn in range(rounds):
+        for name in rotated([name for name in names if name not in result.errors], turn):
+            progress(f"m = {take.work.microbatches}, {_rounds(turn, 1, rounds)}alone: {name}")
+            try:
+                ranks = take.alone(name, updates)
+            except UserError as error:
+                if name not in RIVALS and take.work.device == "cpu":
+                    raise
+                result.errors[name] = str(error)
+                for found in (result.samples, result.peak_memory_bytes):
+                    found.pop(name, None)
+                take.warm_up()  # ranks that hung were replaced by new processes
+            else:
+                result.samples.setdefault(name, []).append(summarise(name, ranks))
+                result.peak_memory_bytes.setdefault(name, tuple(rank.peak_memory_bytes for rank in ranks))
 
 
-def _take(pool: RankPool, name: str, work: Work, updates: int, timeout_seconds: float) -> Sample:
-    warm_up = WARM_UP_UPDATES if name == ENGINE or work.device == "cpu" else GPU_WARM_UP_UPDATES
-    ranks: list[RankSample] = pool.run(
-        take_sample, name, work, warm_up, updates, ranks=work.stages, timeout=timeout_seconds
-    )
-    return summarise(name, ranks)
+def _in_turns(take: _Taker, result: Result, rounds: int, updates: int, progress: Progress) -> None:
+    names = list(result.samples)
+    for turn in range(0, rounds, ROUNDS_TOGETHER):
+        count = min(ROUNDS_TOGETHER, rounds - turn)
+        progress(f"m = {take.work.microbatches}, {_rounds(turn, count, rounds)}in turns: {', '.join(names)}")
+        for taken in take.in_turns(names, updates, count):
+            for name, ranks in taken.items():
+                result.samples[name].append(summarise(name, ranks))
+
+
+def _rounds(done: int, count: int, rounds: int) -> str:
+    if rounds == 1:
+        return ""
+    return f"round {done + 1}" + (f" to {done + count}" if count > 1 else "") + f" of {rounds}, "
+
+
+@dataclass(frozen=True)
+class _Taker:
+    """Samples of one work on the ranks of a pool."""
+
+    pool: RankPool
+    work: Work
+    timeout_seconds: float
+
+    def warm_up(self) -> None:
+        """A process's first sample pays for lazy loading, in time and in memory: throw one away."""
+        work = self.work
+        if work.device == "cuda":
+            work = replace(work, microbatches=work.stages)
+        self._run(take_sample, BOUND, work, WARM_UP_UPDATES, 2)
+
+    def alone(self, name: str, updates: int) -> list[RankSample]:
+        on_cpu = self.work.device == "cpu"
+        warm_up = WARM_UP_UPDATES if name == ENGINE or on_cpu else GPU_WARM_UP_UPDATES
+        return self._run(take_sample, name, self.work, warm_up, updates)
+
+    def in_turns(self, names: Sequence[str], updates: int, rounds: int) -> list[dict[str, list[RankSample]]]:
+        """Of each round and contender, its ranks."""
+        ranks = self._run(take_turns, names, self.work, WARM_UP_UPDATES, updates, rounds)
+        return [{name: [rank[turn][name] for rank in ranks] for name in names} for turn in range(rounds)]
+
+    def _run(self, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return self.pool.run(job, *arguments, ranks=self.work.stages, timeout=self.timeout_seconds)
 
 
 def summarise(name: str, ranks: Sequence[RankSample]) -> Sample:
@@ -165,5 +216,4 @@ def summarise(name: str, ranks: Sequence[RankSample]) -> Sample:
         fill_seconds=last.ends[0] - min(rank.start for rank in ranks) - period,
         drain_seconds=max(rank.finish for rank in ranks) - last.ends[-1],
         cpu_seconds=tuple(rank.cpu_seconds / len(rank.ends) for rank in ranks),
-        peak_memory_bytes=tuple(rank.peak_memory_bytes for rank in ranks),
     )

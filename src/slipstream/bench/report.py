@@ -44,7 +44,7 @@ def record(result: Result) -> dict[str, Any]:
         "least_ms": {name: min(s.period_seconds for s in taken) * 1e3 for name, taken in samples.items()},
         "rounds_ms": {name: [s.period_seconds * 1e3 for s in taken] for name, taken in samples.items()},
         "cpu_ms": {name: cpu_time(result, name) for name in samples},
-        "peak_memory_bytes": {name: peak_memory(result, name) for name in samples},
+        "peak_memory_bytes": {name: list(found) for name, found in result.peak_memory_bytes.items()},
         "errors": result.errors,
         **(_language(result.work) if result.work.kind == "language" else {}),
     }
@@ -66,12 +66,6 @@ def cpu_time(result: Result, name: str) -> list[float]:
     """Least processor time of each rank per update, all threads: what a contender costs beyond the bound."""
     by_rank = zip(*(sample.cpu_seconds for sample in result.samples[name]), strict=True)
     return [min(values) * 1e3 for values in by_rank]
-
-
-def peak_memory(result: Result, name: str) -> list[int]:
-    """Peak resident memory of each rank above what the idle process holds, median over rounds."""
-    by_rank = zip(*(sample.peak_memory_bytes for sample in result.samples[name]), strict=True)
-    return [int(median(values)) for values in by_rank]
 
 
 def print_result(console: Console, result: Result) -> None:

@@ -1,17 +1,20 @@
-"""What one rank does for one sample: build a contender, warm it up, time its updates, note its peak memory.
+"""What one rank does for a sample: build a contender, warm it up, time its updates, note its peak memory.
 
-Every sample builds its contender anew, so contenders never share memory, and one that fails takes nothing
-with it but its own sample.
+`take_sample` builds one contender anew, so it shares memory with no other, and one that fails takes nothing with it but
+its own sample. `take_turns` keeps several side by side and times them a few updates each, in turn: cores are slow for a
+second at a time, and what is compared must fit into one such stretch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import resource
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -48,28 +51,62 @@ class RankSample:
     ends: tuple[float, ...]  # of each group
     finish: float
     cpu_seconds: float  # of all the process's threads
-    peak_memory_bytes: int
-    losses: tuple[float, ...]
+    peak_memory_bytes: int = 0
+    losses: tuple[float, ...] = ()
 
 
 def take_sample(world: World, name: str, work: Work, warmup: int, updates: int) -> RankSample:
     """Time `updates` updates of the contender `name` from an empty pipeline to an empty pipeline."""
+    device = work.device_of(world.rank)
+    with _told():
+        resting_bytes = reset_peak_memory(device)
+        run = build_run(name, work, world.rank)
+        losses = _warm_up(run, warmup)
+        sample = _timed(run, device, updates)
+        return replace(sample, peak_memory_bytes=peak_memory_bytes(device) - resting_bytes, losses=losses)
+
+
+def take_turns(
+    world: World, names: Sequence[str], work: Work, warmup: int, updates: int, rounds: int
+) -> list[dict[str, RankSample]]:
+    """Round by round, `updates` updates of every contender, in an order that rotates. Memory is not looked at."""
+    device = work.device_of(world.rank)
+    with _told():
+        runs = {name: build_run(name, work, world.rank) for name in names}
+        for run in runs.values():
+            _warm_up(run, warmup)
+        return [
+            {name: _timed(runs[name], device, updates) for name in rotated(names, turn)}
+            for turn in range(rounds)
+        ]
+
+
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """Nobody always comes first."""
+    shift = turn % max(1, len(names))
+    return [*names[shift:], *names[:shift]]
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """A contender that fails is a result of the bench, with its own words."""
     try:
-        return _take_sample(world.rank, name, work, warmup, updates)
+        yield
     except UserError:
         raise
-    except Exception as error:  # a contender that fails is a result of the bench, with its own words
+    except Exception as error:
         raise UserError(f"{type(error).__name__}: {error}") from error
 
 
-def _take_sample(rank: int, name: str, work: Work, warmup: int, updates: int) -> RankSample:
-    device = work.device_of(rank)
-    resting_bytes = reset_peak_memory(device)
-    run = build_run(name, work, rank)
-    for _ in range(warmup):
+def _warm_up(run: Run, updates: int) -> tuple[float, ...]:
+    """The losses of its last group, on the rank that has them."""
+    for _ in range(updates):
         run.step()
     run.drain()
-    losses = tuple(float(loss.detach()) for loss in run.losses)
+    return tuple(float(loss.detach()) for loss in run.losses)
+
+
+def _timed(run: Run, device: torch.device, updates: int) -> RankSample:
     run.ends.clear()
     settle(device)
     dist.barrier()
@@ -80,8 +117,7 @@ def _take_sample(rank: int, name: str, work: Work, warmup: int, updates: int) ->
     settle(device)
     finish, cpu_finish = time.perf_counter(), time.process_time()
     dist.barrier()
-    peak = peak_memory_bytes(device) - resting_bytes
-    return RankSample(start, tuple(run.ends), finish, cpu_finish - cpu_start, peak, losses)
+    return RankSample(start, tuple(run.ends), finish, cpu_finish - cpu_start)
 
 
 def build_run(name: str, work: Work, rank: int) -> Run:

@@ -45,9 +45,9 @@ def pipeline(
     link_latency_ms: Annotated[float, typer.Option(help="Delay every message of ours by this.")] = 0.0,
     rivals: Annotated[str, typer.Option(help="all, none, or a list: 1f1b,gpipe,...")] = "all",
     rounds: Annotated[
-        int | None, typer.Option(help="Samples of each contender, the median counts; default: 5, a GPU 2.")
+        int | None, typer.Option(help="Samples of each contender, the median counts; default: 15, a GPU 2.")
     ] = None,
-    updates: Annotated[int | None, typer.Option(help="Updates a sample; default: 64 microbatches.")] = None,
+    updates: Annotated[int | None, typer.Option(help="Updates a sample; default: 32 microbatches.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw measured over predicted timeline: .html, .svg, .json.")
     ] = None,
