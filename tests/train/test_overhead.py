@@ -8,19 +8,22 @@ import pytest
 
 from slipstream.config import load, resolve
 from slipstream.errors import UserError
-from slipstream.train.overhead import CONTENDERS, _quiet, compare, take_sample
+from slipstream.train.overhead import _quiet, compare, steps_of, take_turns
 
 
-def test_contenders_train_the_same_model_and_are_timed_over_the_same_updates(runs):
+def test_contenders_take_turns_of_as_many_updates_and_the_trainer_trains_as_always(runs):
     config = runs.config("unused", "pipeline.stages=2")
-    quiet = _quiet(config, runs.folder / "sample", steps=9)
-    for name in CONTENDERS:
-        costs = runs.pool.run(take_sample, quiet.model_dump(), name, 2, 6, ranks=2, timeout=120)
-        assert len(costs) == 2
-        assert all(cost.seconds > 0 and cost.cpu_seconds > 0 for cost in costs)
-    events = [json.loads(line) for line in (runs.folder / "sample" / "events.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 10))
-    assert "step 9/9" in (runs.folder / "sample" / "lines-0.txt").read_text()
+    steps = steps_of(rounds=2, updates=3)
+    quiet = _quiet(config, runs.folder / "turns", steps)
+    ranks = runs.pool.run(take_turns, quiet.model_dump(), 3, ranks=2, timeout=120)
+    assert all(len(rank["trainer"]) == 2 and len(rank["bare"]) == 3 for rank in ranks)
+    assert all(
+        c.seconds > 0 and c.cpu_seconds > 0 for rank in ranks for turns in rank.values() for c in turns
+    )
+    folder = runs.folder / "turns" / "trainer"
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, steps + 1))
+    assert f"step {steps}/{steps}" in (folder / "lines-0.txt").read_text()
     with pytest.raises(UserError, match=r"set pipeline\.schedule to 2bw"):
         compare(runs.config("unused", "pipeline.schedule=emulate"), rounds=1, updates=1)
 
@@ -28,5 +31,5 @@ def test_contenders_train_the_same_model_and_are_timed_over_the_same_updates(run
 @pytest.mark.slow
 def test_the_trainer_adds_no_more_than_three_percent():
     """The CPU default, two stages. It measures: run it on a machine that does nothing else."""
-    result = compare(resolve(load(None, [])), rounds=7, updates=40)
+    result = compare(resolve(load(None, [])), rounds=25, updates=6)
     assert result["ratio"] >= 0.97, result

@@ -1,14 +1,14 @@
-"""What the training loop costs beyond the engine: the trainer against the bare `Schedule2BW`, in the same run.
+"""What the training loop costs beyond the engine: the trainer against the bare `Schedule2BW`, in turns.
 
 Both contenders are assembled from one config, by the same code, on the same ranks: the same model, microbatches,
 optimizer and correction. *trainer* is the whole loop (data read ahead, learning rate, losses and norms collected,
-events.jsonl, a line per step); *bare* hands the engine batches that lie ready and nothing else. They take turns, and
-so does the order within a turn, so that a machine that slows down slows down both.
+events.jsonl, a line per step); *bare* hands the engine batches that lie ready and nothing else.
 
     ratio = bare seconds per update / trainer seconds per update          1: the loop costs nothing
 
-Timed between two calls of the engine, `warmup` and `warmup + updates` groups in: neither start, drain, validation nor
-checkpoints are in it.
+The trainer runs as always, but between two of its groups, every few updates, the bare engine takes as many: shared
+cores are slow for a second at a time, and so both are. A turn is timed between two calls of the engine, `WARM_UP` and
+`WARM_UP + updates` groups in: neither start, drain, validation nor checkpoints are in it.
 
     python -m slipstream.train.overhead [--config RUN.TOML] [KEY=VALUE]...
 """
@@ -22,6 +22,7 @@ import json
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,11 +33,11 @@ from slipstream.errors import UserError
 from slipstream.train import batches, build
 from slipstream.train.assemble import assemble, seat_of
 from slipstream.train.board import SharedBoard
-from slipstream.train.engine import Engine
 from slipstream.train.folder import Plan
 from slipstream.train.trainer import Parts, train
 
 CONTENDERS = ("bare", "trainer")
+WARM_UP = 2  # groups of a turn that fill the pipeline
 READY = 8  # different batches that the bare loop cycles through
 
 
@@ -48,72 +49,94 @@ class Cost:
     cpu_seconds: float  # of all threads of the process
 
 
-def compare(config: Config, rounds: int, updates: int, warmup: int = 5) -> dict[str, Any]:
-    """Alternate the contenders `rounds` times on new ranks; medians, and every round."""
+def compare(config: Config, rounds: int, updates: int) -> dict[str, Any]:
+    """`rounds` turns of each contender; medians, and every round."""
     if config.pipeline.schedule != "2bw":
         raise UserError(
             f"The bare loop is Schedule2BW: set pipeline.schedule to 2bw, not '{config.pipeline.schedule}'."
         )
     assert config.pipeline.stages is not None
     ranks = config.pipeline.stages * config.pipeline.data_ranks
-    samples: dict[str, list[list[Cost]]] = {name: [] for name in CONTENDERS}
     with tempfile.TemporaryDirectory(prefix="slipstream-overhead-") as folder, RankPool(ranks) as pool:
-        for number in range(rounds):
-            for name in CONTENDERS if number % 2 else CONTENDERS[::-1]:
-                tree = _quiet(config, Path(folder) / f"{name}-{number}", warmup + updates + 1).model_dump()
-                samples[name].append(
-                    pool.run("slipstream.train.overhead:take_sample", tree, name, warmup, updates)
-                )
-    return _summary(samples)
+        tree = _quiet(config, Path(folder), steps_of(rounds, updates)).model_dump()
+        job = "slipstream.train.overhead:take_turns"
+        return _summary(pool.run(job, tree, updates, timeout=config.train.timeout_seconds * rounds))
 
 
-def take_sample(world: World, tree: dict[str, Any], name: str, warmup: int, updates: int) -> Cost:
-    """One rank of one contender."""
+def steps_of(rounds: int, updates: int) -> int:
+    """The trainer's: what comes before the first turn chooses the depth; the last turn ends at a call of its own."""
+    return (rounds + 1) * (WARM_UP + updates) + 1
+
+
+def take_turns(world: World, tree: dict[str, Any], updates: int) -> dict[str, list[Cost]]:
+    """One rank: for each contender, its turns."""
     config = from_tree(tree)
-    data = build.data_folder(config)
-    seat, board = seat_of(config, world), SharedBoard(world.store, config.train.timeout_seconds)
-    Path(config.run.dir).mkdir(parents=True, exist_ok=True)
-    plan = Plan(0, None, False, False, 0, "not recorded", "overhead")
+    with _assembled(config, world, "bare") as bare, _assembled(config, world, "trainer") as parts:
+        turns = _Turns(parts, bare, updates)
+        train(parts, 0, 0, threading.Event())
+        bare.engine.drain()
+    return turns.costs
+
+
+@contextlib.contextmanager
+def _assembled(config: Config, world: World, name: str) -> Iterator[Parts]:
+    folder = Path(config.run.dir) / name
+    folder.mkdir(parents=True, exist_ok=True)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})})
+    plan = Plan(0, None, False, False, 0, "not recorded", f"overhead-{name}")
+    board = SharedBoard(world.store, config.train.timeout_seconds)
     with (
-        (Path(config.run.dir) / f"lines-{world.rank}.txt").open("w", encoding="utf-8") as lines,
+        (folder / f"lines-{world.rank}.txt").open("w", encoding="utf-8") as lines,
         contextlib.redirect_stdout(lines),
-        assemble(config, world, seat, data, plan, board) as parts,
+        assemble(config, world, seat_of(config, world), build.data_folder(config), plan, board) as parts,
     ):
-        clock = _Clock(parts.engine, warmup, updates)
-        if name == "trainer":
-            train(parts, 0, 0, threading.Event())
-        else:
-            _bare(parts)
-    return clock.cost()
+        yield parts
 
 
-def _bare(parts: Parts) -> None:
-    ready = [batches.load(parts.train_data, group, parts.place).to(parts.device) for group in range(READY)]
-    for step in range(parts.config.train.steps):
-        parts.engine.step(ready[step % READY])
-    parts.engine.drain()
+class _Turns:
+    """Stands before the trainer's engine. All ranks call it for the same groups, so all take the same turns."""
+
+    def __init__(self, parts: Parts, bare: Parts, updates: int) -> None:
+        self.costs: dict[str, list[Cost]] = {name: [] for name in CONTENDERS}
+        self._engine, self._bare, self._updates = parts.engine, bare.engine, updates
+        self._ready = [
+            batches.load(bare.train_data, group, bare.place).to(bare.device) for group in range(READY)
+        ]
+        self._calls = -(WARM_UP + updates)  # of the turn; the first one is not timed
+        self._began: tuple[float, float] | None = None
+        self._step = parts.engine.step
+        parts.engine.step = self.step
+
+    def step(self, batch: batches.Batch) -> Any:
+        if self._calls == WARM_UP:
+            self._began = _clocks()
+        elif self._calls == WARM_UP + self._updates:
+            assert self._began is not None
+            self.costs["trainer"].append(self._cost(self._began))
+        if self._calls in (0, WARM_UP + self._updates):
+            self._engine.drain()
+            self._bare_turn()
+            self._calls = 0
+        self._calls += 1
+        return self._step(batch)
+
+    def _bare_turn(self) -> None:
+        began = None
+        for call in range(WARM_UP + self._updates):
+            if call == WARM_UP:
+                began = _clocks()
+            self._bare.step(self._ready[call % READY])
+        assert began is not None
+        self.costs["bare"].append(self._cost(began))
+        self._bare.drain()
+
+    def _cost(self, began: tuple[float, float]) -> Cost:
+        seconds, cpu_seconds = (now - then for now, then in zip(_clocks(), began, strict=True))
+        return Cost(seconds / self._updates, cpu_seconds / self._updates)
 
 
-class _Clock:
-    """Reads the clocks when the engine is called for the group after `warmup`, and `updates` calls later."""
-
-    def __init__(self, engine: Engine, warmup: int, updates: int) -> None:
-        self._readings: dict[int, tuple[float, float]] = {}
-        self._calls, self._marks = 0, (warmup, warmup + updates)
-        step = engine.step
-
-        def timed(batch: batches.Batch) -> Any:
-            if self._calls in self._marks:
-                self._readings[self._calls] = time.perf_counter(), time.process_time()
-            self._calls += 1
-            return step(batch)
-
-        engine.step = timed
-
-    def cost(self) -> Cost:
-        (first, first_cpu), (last, last_cpu) = (self._readings[mark] for mark in self._marks)
-        updates = self._marks[1] - self._marks[0]
-        return Cost((last - first) / updates, (last_cpu - first_cpu) / updates)
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
 
 
 def _quiet(config: Config, folder: Path, steps: int) -> Config:
@@ -128,23 +151,20 @@ def _quiet(config: Config, folder: Path, steps: int) -> Config:
     return config.model_copy(update=changes)
 
 
-def _summary(samples: dict[str, list[list[Cost]]]) -> dict[str, Any]:
+def _summary(ranks: Sequence[dict[str, list[Cost]]]) -> dict[str, Any]:
     """The slowest rank counts in the time, all ranks together in the processor time."""
-    times = {
-        name: [max(rank.seconds for rank in ranks) * 1e3 for ranks in rounds]
-        for name, rounds in samples.items()
-    }
-    cpu = {
-        name: [sum(rank.cpu_seconds for rank in ranks) * 1e3 for ranks in rounds]
-        for name, rounds in samples.items()
-    }
+    turns = {name: list(zip(*(rank[name] for rank in ranks), strict=True)) for name in CONTENDERS}
+    # The last of the bare engine's turns is followed by none of the trainer's.
+    turns = {name: taken[: len(turns["trainer"])] for name, taken in turns.items()}
+    times = {name: [max(c.seconds for c in turn) * 1e3 for turn in taken] for name, taken in turns.items()}
+    cpu = {name: [sum(c.cpu_seconds for c in turn) * 1e3 for turn in taken] for name, taken in turns.items()}
     ratios = [bare / whole for bare, whole in zip(times["bare"], times["trainer"], strict=True)]
     return {
         "ratio": median(ratios),
         "ratios": ratios,
         "ms": {name: median(values) for name, values in times.items()},
-        "cpu_ms": {name: min(values) for name, values in cpu.items()},
-        "cpu_ratio": min(cpu["bare"]) / min(cpu["trainer"]),
+        "cpu_ms": {name: median(values) for name, values in cpu.items()},
+        "cpu_ratio": median(bare / whole for bare, whole in zip(cpu["bare"], cpu["trainer"], strict=True)),
     }
 
 
@@ -154,8 +174,8 @@ def main() -> None:
         "overrides", nargs="*", metavar="KEY=VALUE", help="the run to measure; default: the CPU's"
     )
     parser.add_argument("--config", help="a run's TOML file")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each; the median counts")
-    parser.add_argument("--updates", type=int, default=40, help="updates timed in a turn")
+    parser.add_argument("--rounds", type=int, default=25, help="turns of each; the median counts")
+    parser.add_argument("--updates", type=int, default=6, help="updates timed in a turn")
     parser.add_argument("--json", dest="as_json", action="store_true")
     given = parser.parse_args()
     result = compare(resolve(load(given.config, given.overrides)), given.rounds, given.updates)
@@ -163,9 +183,12 @@ def main() -> None:
         print(json.dumps(result, indent=2))
         return
     ms, cpu = result["ms"], result["cpu_ms"]
-    rounds = ", ".join(f"{ratio:.1%}" for ratio in result["ratios"])
+    ratios = sorted(result["ratios"])
+    middle = f"{ratios[len(ratios) // 4]:.1%} to {ratios[-1 - len(ratios) // 4]:.1%}"
     print(f"bare Schedule2BW {ms['bare']:.1f} ms an update, trainer {ms['trainer']:.1f} ms")
-    print(f"the trainer runs at {result['ratio']:.1%} of the bare loop (rounds: {rounds})")
+    print(
+        f"the trainer runs at {result['ratio']:.1%} of the bare loop (half of {len(ratios)} rounds: {middle})"
+    )
     print(f"processor time an update, all ranks: bare {cpu['bare']:.1f} ms, trainer {cpu['trainer']:.1f} ms")
 
 
