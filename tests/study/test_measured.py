@@ -114,6 +114,17 @@ def test_the_planner_gets_an_entry_for_each_row_with_its_source(b_study):
     assert "synchronous start of 10 %" in found["muon", "error_feedback+sync_start"].source
 
 
+def test_a_start_of_another_length_is_not_the_planners(b_study):
+    study, expansion, results = b_study
+    longer = {
+        name: Result(**(vars(result) | {"settings": result.settings | {"optim.sync_start": 0.2}}))
+        for name, result in results.items()
+        if result.settings.get("optim.sync_start")
+    }
+    measured = entries(study.name, *compared_cells(study, expansion, results | longer))
+    assert {entry.correction for entry in measured} == {"none", "error_feedback"}
+
+
 def test_what_the_planner_has_no_word_for_is_left_out(b_study):
     study, expansion, results = b_study
     odd = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,23 @@ def test_means_gaps_shares_and_penalties(paired):
     assert cells["ef"].recovered.value == pytest.approx(0.7)
     assert cells["ef+start"].gap.interval is None
     assert cells["ef+start"].flushed_share == pytest.approx(0.1)
+
+
+def test_runs_on_two_texts_are_no_pair(tmp_path):
+    study, expansion, results = make(tmp_path, 'product = ["seed", "mode"]', PAIRED)
+    layout = layout_of(study)
+    other = {
+        point.digest: replace(results[point.digest], data="another text")
+        for point in expansion.points
+        if (point.labels["seed"], point.labels["mode"]) in {("0", "ef"), ("0", "ef+start")}
+    }
+    rows = compared(all_cells(expansion.points, results | other, layout), layout)
+    cells = {cell.mode: cell for cell in rows}
+    assert cells["ef"].gap.value == pytest.approx(0.04)  # of seed 1 alone
+    assert cells["ef"].recovered.value == pytest.approx(0.6)
+    assert cells["ef+start"].gap is None
+    seeds = {row[0]: row[1] for row in loss_table(rows, layout).rows}
+    assert seeds == {"sync": "3", "delay": "3", "ef": "2 (1 paired)", "ef+start": "1 (0 paired)"}
 
 
 def test_the_loss_table_says_what_it_rests_on(paired):

@@ -18,6 +18,7 @@ from typing import Any
 
 from slipstream.errors import UserError
 from slipstream.plan.layout import Layout, Plan, describe
+from slipstream.plan.penalty import SYNC_START
 from slipstream.plan.throughput import rank_pairs, rank_sums
 
 RUNNABLE = {  # planner's name -> pipeline.schedule
@@ -162,7 +163,7 @@ def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
     if shape.asynchronous:
         chosen["optim"]["correction"] = correction
         if start:
-            chosen["optim"]["sync_start"] = 0.1
+            chosen["optim"]["sync_start"] = SYNC_START
     if shape.stages > 1:
         chosen["pipeline"]["boundaries"] = [layers.start for layers in layout.cut[1:]]
     if shape.in_flight:

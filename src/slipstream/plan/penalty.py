@@ -18,6 +18,8 @@ from pathlib import Path
 
 from slipstream.errors import UserError
 
+SYNC_START = 0.1  # the share of the updates that "+sync_start" means in a correction's name
+
 _ABOUT = (
     "Token penalty of one update of delay: how many times the tokens of synchronous training are needed to reach its "
     "loss. Entries are matched by optimizer and correction, then by the nearest batch and model."

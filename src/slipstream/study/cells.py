@@ -155,23 +155,29 @@ def _best(cells: Sequence[Cell]) -> Cell:
     return min(alive, key=lambda cell: statistics.fmean(cell.losses[seed] for seed in common))
 
 
+def pairs(cell: Cell, reference: Cell) -> list[str]:
+    """Seeds both have, with runs that read the same tokens: losses on two texts are no pair."""
+    known = reference.results
+    return [seed for seed, run in cell.results.items() if seed in known and run.data == known[seed].data]
+
+
 def _compare(cell: Cell, chosen: Mapping[tuple[Labels, str], Cell], layout: Layout) -> Cell:
     reference = chosen.get((cell.group, layout.reference))
     if reference is None or not reference.results or not cell.results or cell.mode == layout.reference:
         return cell
     baseline = chosen.get((cell.group, layout.baseline))
-    recovered = None
+    losses, recovered = _among(cell.losses, pairs(cell, reference)), None
     if baseline is not None and cell.mode != layout.baseline:
-        recovered = share_recovered(cell.losses, reference.losses, baseline.losses)
+        delayed = _among(baseline.losses, pairs(baseline, reference))
+        recovered = share_recovered(losses, reference.losses, delayed)
     found = []
-    for seed, loss in cell.losses.items():
-        if seed in reference.losses:
-            curve = _curve(seed, cell, reference, chosen, layout)
-            found.append(token_penalty(curve, reference.losses[seed], loss))
+    for seed, loss in losses.items():
+        curve = _curve(seed, cell, reference, chosen, layout)
+        found.append(token_penalty(curve, reference.losses[seed], loss))
     penalty = mean_penalty([penalty for penalty in found if penalty is not None])
     return replace(
         cell,
-        gap=paired_gap(cell.losses, reference.losses),
+        gap=paired_gap(losses, reference.losses),
         recovered=recovered,
         penalty=None if penalty is None else penalty[0],
         extrapolated=penalty is not None and penalty[1],
@@ -190,6 +196,10 @@ def _curve(
         if mode == layout.reference and _without(group, layout.length) == _without(cell.group, layout.length)
     ]
     return [(sync.results[seed].tokens, sync.losses[seed]) for sync in others if seed in sync.losses]
+
+
+def _among(losses: Mapping[str, float], seeds: Sequence[str]) -> dict[str, float]:
+    return {seed: losses[seed] for seed in seeds}
 
 
 def _without(group: Labels, axis: str) -> Labels:

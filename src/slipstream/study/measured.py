@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slipstream.plan.penalty import Penalty
+from slipstream.plan.penalty import SYNC_START, Penalty
 from slipstream.study.cells import Cell, Layout
 from slipstream.study.results import Result
 
@@ -57,7 +57,8 @@ def _name(result: Result, reference: Result) -> str | None:
         return None
     if not result.key("optim.sync_start"):
         return correction
-    return f"{correction}+sync_start" if correction == "error_feedback" else None
+    planned = correction == "error_feedback" and result.key("optim.sync_start") == SYNC_START
+    return f"{correction}+sync_start" if planned else None
 
 
 def _kept(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slipstream.metrics.report_page import Chart, Part, Section, Series, Table, Text, page
-from slipstream.study.cells import Cell, Layout
+from slipstream.study.cells import Cell, Layout, pairs
 from slipstream.study.results import Curve, Result
 from slipstream.study.sweep import Expansion, Study
 from slipstream.study.tables import as_csv, compared_cells, markdown, runs_table, table_csv, tables
@@ -83,13 +83,12 @@ def _gap_chart(title: str, cells: Sequence[Cell], layout: Layout) -> list[Chart]
         return []
     series = []
     for colour, cell in enumerate(cells):
-        pairs = [
-            _difference(result.validation, reference.results[seed].validation)
-            for seed, result in cell.results.items()
-            if seed in reference.results
+        curves = [
+            _difference(cell.results[seed].validation, reference.results[seed].validation)
+            for seed in pairs(cell, reference)
         ]
-        if cell is not reference and any(pairs):
-            series.append(_mean_series(cell.mode, [pair for pair in pairs if pair], colour))
+        if cell is not reference and any(curves):
+            series.append(_mean_series(cell.mode, [curve for curve in curves if curve], colour))
     return [Chart(title, series, x_label="tokens", y_label="gap in loss", focus=True)] if series else []
 
 
@@ -125,5 +124,8 @@ def _notes(expansion: Expansion, results: Mapping[str, Result]) -> list[str]:
     for what in ("device", "data"):
         kinds = sorted({getattr(result, what) for result in ended if getattr(result, what)})
         if len(kinds) > 1:
-            notes.append(f"These runs do not share their {what}: {', '.join(kind[:24] for kind in kinds)}.")
+            apart = " Only runs on the same data are paired." if what == "data" else ""
+            notes.append(
+                f"These runs do not share their {what}: {', '.join(kind[:24] for kind in kinds)}.{apart}"
+            )
     return notes

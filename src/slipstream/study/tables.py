@@ -62,7 +62,7 @@ def loss_table(cells: Sequence[Cell], layout: Layout) -> Table:
                 *(labels.get(axis, NONE) for axis in axes),
                 cell.mode or NONE,
                 *(chosen.get(axis, NONE) for axis in layout.best),
-                str(len(cell.results)),
+                _seeds(cell, layout),
                 loss,
                 _estimate(cell.gap, "+.4f"),
                 _percent(cell.recovered),
@@ -82,6 +82,12 @@ def loss_table(cells: Sequence[Cell], layout: Layout) -> Table:
     if any(cell.extrapolated for cell in cells):
         note += " *: extrapolated beyond that curve."
     return Table(header, body, title="Loss", note=note)
+
+
+def _seeds(cell: Cell, layout: Layout) -> str:
+    """How many, and how many of them have a synchronous run to be held against."""
+    count, held = len(cell.results), 0 if cell.gap is None else cell.gap.n
+    return str(count) if cell.mode == layout.reference or held == count else f"{count} ({held} paired)"
 
 
 def gain_table(cells: Sequence[Cell], layout: Layout) -> list[Table]:
