@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
-__all__ = ["tree_leaves", "tree_map"]
+__all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
 Tensors = Sequence[Tensor]
 

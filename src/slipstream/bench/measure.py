@@ -190,20 +190,21 @@ class _Taker:
         work = self.work
         if work.device == "cuda":
             work = replace(work, microbatches=work.stages)
-        self._run(take_sample, BOUND, work, WARM_UP_UPDATES, 2)
+        self._run(1, take_sample, BOUND, work, GPU_WARM_UP_UPDATES, 2)
 
     def alone(self, name: str, updates: int) -> list[RankSample]:
         on_cpu = self.work.device == "cpu"
         warm_up = WARM_UP_UPDATES if name == ENGINE or on_cpu else GPU_WARM_UP_UPDATES
-        return self._run(take_sample, name, self.work, warm_up, updates)
+        return self._run(1, take_sample, name, self.work, warm_up, updates)
 
     def in_turns(self, names: Sequence[str], updates: int, rounds: int) -> list[dict[str, list[RankSample]]]:
         """Of each round and contender, its ranks."""
-        ranks = self._run(take_turns, names, self.work, WARM_UP_UPDATES, updates, rounds)
+        ranks = self._run(len(names), take_turns, names, self.work, WARM_UP_UPDATES, updates, rounds)
         return [{name: [rank[turn][name] for rank in ranks] for name in names} for turn in range(rounds)]
 
-    def _run(self, job: Callable[..., Any], *arguments: Any) -> list[Any]:
-        return self.pool.run(job, *arguments, ranks=self.work.stages, timeout=self.timeout_seconds)
+    def _run(self, contenders: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+        seconds = self.timeout_seconds * contenders
+        return self.pool.run(job, *arguments, ranks=self.work.stages, timeout=seconds)
 
 
 def summarise(name: str, ranks: Sequence[RankSample]) -> Sample:

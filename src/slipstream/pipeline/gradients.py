@@ -21,14 +21,14 @@ class Accumulator:
     def __init__(self, master: Replica) -> None:
         self._dtypes = [p.dtype for p in master.parameters]
         self._wide: dict[int, Tensor] = {}
+        self._narrow: dict[int, list[int]] = {}  # by the replica's id: which of its parameters are narrower
 
     def add(self, replica: Replica) -> None:
         """After the backward of a microbatch that read `replica`."""
-        narrow = [
-            i
-            for i, (p, dtype) in enumerate(zip(replica.parameters, self._dtypes, strict=True))
-            if p.dtype != dtype
-        ]
+        narrow = self._narrow.get(id(replica))
+        if narrow is None:
+            dtypes = enumerate(zip(replica.parameters, self._dtypes, strict=True))
+            narrow = self._narrow[id(replica)] = [i for i, (p, dtype) in dtypes if p.dtype != dtype]
         if not narrow:
             return
         sums, terms, firsts, first_terms = [], [], [], []

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import UserError
-from slipstream.torch_private import tree_leaves, tree_map
+from slipstream.torch_private import tree_flatten, tree_unflatten
 
 Microbatch = tuple[tuple, dict[str, Any], Any]  # positional arguments, keyword arguments, target
 
 
 def split(args: tuple, kwargs: dict[str, Any], target: Any, count: int) -> list[Microbatch]:
     """Equal microbatches. Tensors are cut along dimension 0; everything else goes to each microbatch as it is."""
-    leaves = [leaf for leaf in tree_leaves((args, kwargs, target)) if isinstance(leaf, Tensor) and leaf.ndim]
-    rows = {leaf.shape[0] for leaf in leaves}
+    leaves, shape = tree_flatten((args, kwargs, target))
+    batched = [isinstance(leaf, Tensor) and leaf.ndim > 0 for leaf in leaves]
+    rows = {leaf.shape[0] for leaf, cut in zip(leaves, batched, strict=True) if cut}
     if len(rows) > 1:
         raise UserError(f"The tensors of one group have different numbers of rows: {sorted(rows)}.")
     size = rows.pop() if rows else count
@@ -27,14 +28,11 @@ def split(args: tuple, kwargs: dict[str, Any], target: Any, count: int) -> list[
             "(drop or pad a short last batch) or change n_microbatches."
         )
     each = size // count
-
-    def part(index: int) -> Callable[[Any], Any]:
-        def cut(leaf: Any) -> Any:
-            return leaf[index * each : (index + 1) * each] if isinstance(leaf, Tensor) and leaf.ndim else leaf
-
-        return cut
-
-    return [tree_map(part(index), (args, kwargs, target)) for index in range(count)]
+    parts = [
+        [leaf[index * each : (index + 1) * each] for index in range(count)] if cut else [leaf] * count
+        for leaf, cut in zip(leaves, batched, strict=True)
+    ]
+    return [tree_unflatten([part[index] for part in parts], shape) for index in range(count)]
 
 
 def merged(outputs: Sequence[Any]) -> Any:
