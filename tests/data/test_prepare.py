@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import random
 
 import numpy as np
 import pytest
@@ -166,10 +167,45 @@ def test_a_bomb_is_stopped_early(tmp_path, monkeypatch):
     assert len(list(read_documents([bomb], Reading(max_expansion=1e6)))) == 1
 
 
+def test_a_table_that_unpacks_without_end_is_stopped(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(documents_module, "_FREE_BYTES", 1 << 16)
+    path = tmp_path / "bomb.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a" * (1 << 16)] * 500}), path)
+    assert path.stat().st_size < 5000
+    with pytest.raises(DataError, match="raise --max-expansion"):
+        list(read_documents([path], Reading()))
+
+
+def test_frames_of_zstandard_are_read_one_after_the_other_and_must_end(tmp_path):
+    pack = pytest.importorskip("zstandard").compress
+    path = tmp_path / "a.txt.zst"
+    path.write_bytes(pack(b"one\n" * 9000) + pack(b"two\n"))
+    assert list(read_documents([path], Reading(separator="line"))) == ["one"] * 9000 + ["two"]
+    for damaged, message in (
+        (flipped(pack(NOISE)), "cannot be read"),
+        (pack(NOISE)[:-9], "a frame does not end"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=message):
+            list(read_documents([path], Reading()))
+
+
+NOISE = random.Random(0).randbytes(100_000).hex().encode()
+
+
+def flipped(data: bytes) -> bytes:
+    """Damaged in the middle."""
+    middle = len(data) // 2
+    return data[:middle] + bytes(255 - byte for byte in data[middle : middle + 200]) + data[middle + 200 :]
+
+
 def test_bad_files_are_named(tmp_path):
     cases = {
         "cut.txt.xz": (lzma.compress(b"text " * 1000)[:-20], "cannot be read"),
         "fake.txt.gz": (b"not gzip at all", "cannot be read"),
+        "flipped.txt.gz": (flipped(gzip.compress(NOISE)), "cannot be read"),
         "latin.txt": ("naïve".encode("latin-1"), "not UTF-8"),
         "bad.jsonl": (b'{"text": "x"}\n{oops\n', "line 2 is not JSON"),
         "other.jsonl": (b'{"body": "x"}\n', "it has: body"),

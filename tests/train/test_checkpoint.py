@@ -296,6 +296,25 @@ def test_a_manifest_cannot_point_outside_its_folder(tmp_path):
         checkpoint.manifest(tmp_path / "step-00000003")
 
 
+@pytest.mark.parametrize("change", ["files", "pieces", "meta", "step", "unlisted"])
+def test_a_sealed_manifest_that_is_not_ours_is_named_and_an_older_checkpoint_used(tmp_path, change):
+    save(tmp_path, 3)
+    save(tmp_path, 5)
+    file = tmp_path / "step-00000005" / "manifest.json"
+    body = json.loads(file.read_text())
+    body.pop("seal")
+    if change == "unlisted":
+        body["files"].pop("stage-000.json")
+    else:
+        body.pop(change)
+    file.write_text(json.dumps(_sealed(body)))
+    told: list[str] = []
+    found = checkpoint.newest_good(tmp_path, told.append)
+    assert found is not None
+    assert found[0].name == "step-00000003"
+    assert "manifest.json" in told[0]
+
+
 def test_no_unpickling_in_the_package():
     """The laws above hold for these files; this one keeps the whole load path that way."""
     source = Path(checkpoint.__file__).parents[1]

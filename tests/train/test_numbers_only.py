@@ -34,6 +34,21 @@ def test_it_is_known_as_finished_without_a_checkpoint(runs, capfd):
     assert runs.events("run") == before
     with pytest.raises(UserError, match=r"(?s)holds another run, finished:.*optim\.lr"):
         runs.train("run", *NOTHING_KEPT, "optim.lr=0.5")
+    for other in (("train.steps=3",), ("optim.lr=0.5", "checkpoint.keep=2")):
+        with pytest.raises(UserError, match="holds another run, finished"):
+            runs.train("run", *NOTHING_KEPT, *other)
+    assert runs.events("run") == before
+
+
+def test_the_log_of_another_run_without_a_checkpoint_is_kept(runs, capfd):
+    runs.train("run", *NOTHING_KEPT)
+    events = runs.folder / "run" / "events.jsonl"
+    events.write_text("".join(events.read_text().splitlines(keepends=True)[:6]))
+    before = events.read_text()
+    runs.train("run", *NOTHING_KEPT, "optim.lr=0.5")
+    (kept,) = (runs.folder / "run").glob("events-*.jsonl")
+    assert kept.read_text() == before
+    assert f"kept as '{kept.name}'" in capfd.readouterr().out
 
 
 def test_a_run_cut_short_begins_again(runs, reference):

@@ -96,6 +96,9 @@ def test_killed_and_resumed_into_another_depth(runs, long_run):
     saved = [event["step"] for event in runs.events("run", "checkpoint")]
     assert saved == sorted(set(saved))
     assert saved[-1] == 60
+    for log in (runs.folder / "run" / "logs").glob("rank-*.log"):
+        told = [int(line.split()[1]) for line in log.read_text().splitlines() if line.startswith("step ")]
+        assert told == sorted(set(told)), log.name
 
 
 @pytest.mark.slow

@@ -26,7 +26,9 @@ def train(
     """
     config = parse(arguments or [])
     if dry_run:
-        config = resolve(config)
+        from slipstream.train.build import adopt_shape
+
+        config = resolve(adopt_shape(config))
         print(to_toml(config))
         print("\n".join(f"# {name}: {value}" for name, value in facts(config).items()))
         return

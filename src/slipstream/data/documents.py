@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import lzma
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,6 +23,8 @@ SEPARATORS = ("form-feed", "blank-line", "line", "none")
 _PACKED = (".xz", ".gz", ".zst")
 _PLAIN = (".txt", ".jsonl", ".parquet")
 _FREE_BYTES = 64 << 20  # below this size no ratio is suspicious
+_ZSTD_BYTES = 1 << 12  # read at a time: four of them may unpack to 128 KiB
+_ROWS = 64  # of a table, read at a time
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def _kind(path: Path) -> str:
 
 def _of_file(path: Path, reading: Reading) -> Iterator[str]:
     if _kind(path) == ".parquet":
-        yield from _of_parquet(path, reading.field)
+        yield from _of_parquet(path, reading)
         return
     try:
         with _open_binary(path) as raw:
@@ -80,7 +83,7 @@ def _of_file(path: Path, reading: Reading) -> Iterator[str]:
                 yield from _of_text(lines, reading.separator)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 ({error}). Convert it first.") from error
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}. It may be cut short or of another kind.") from error
 
 
@@ -91,8 +94,7 @@ def _open_binary(path: Path) -> IO[bytes]:
         case ".gz":
             return gzip.open(path)  # pyright: ignore[reportReturnType]
         case ".zst":
-            zstandard = _optional("zstandard", path)
-            return zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(path.open("rb"))
+            return io.BufferedReader(_Zstandard(path), 1 << 20)
     return path.open("rb")
 
 
@@ -103,12 +105,61 @@ def _optional(module: str, path: Path) -> Any:
         raise DataError(f"Reading {path} needs `{module}`: install slipstream with [data].") from error
 
 
+class _Zstandard(io.RawIOBase):
+    """The frames of a .zst file, one after the other. One that does not end, which the library accepts, is an error."""
+
+    def __init__(self, path: Path) -> None:
+        library = _optional("zstandard", path)
+        self._new = library.ZstdDecompressor(max_window_size=1 << 27).decompressobj
+        self._error = library.ZstdError
+        self._file = path.open("rb")
+        self._frame: Any = None
+        self._packed, self._ready = b"", b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            self._packed = self._packed or self._file.read(_ZSTD_BYTES)
+            if not self._packed:
+                if self._frame is not None:
+                    raise EOFError("a frame does not end")
+                return 0
+            self._frame = self._frame or self._new()
+            try:
+                self._ready = self._frame.decompress(self._packed)
+            except self._error as error:
+                raise EOFError(str(error)) from error
+            self._packed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _limit(path: Path, max_expansion: float) -> int:
+    return max(_FREE_BYTES, int(max_expansion * path.stat().st_size))
+
+
+def _too_large(path: Path, limit: int) -> DataError:
+    return DataError(
+        f"{path} unpacks to more than {limit} bytes from {path.stat().st_size}. "
+        "If that is meant, raise --max-expansion."
+    )
+
+
 class _Capped(io.RawIOBase):
     """A readable stream that refuses to grow beyond `max_expansion` times the file."""
 
     def __init__(self, inner: IO[bytes], path: Path, max_expansion: float) -> None:
         self.inner, self.path = inner, path
-        self.limit = max(_FREE_BYTES, int(max_expansion * path.stat().st_size))
+        self.limit = _limit(path, max_expansion)
         self.count = 0
 
     def readable(self) -> bool:
@@ -119,10 +170,7 @@ class _Capped(io.RawIOBase):
         buffer[: len(data)] = data
         self.count += len(data)
         if self.count > self.limit:
-            raise DataError(
-                f"{self.path} unpacks to more than {self.limit} bytes from {self.path.stat().st_size}. "
-                "If that is meant, raise --max-expansion."
-            )
+            raise _too_large(self.path, self.limit)
         return len(data)
 
 
@@ -158,9 +206,10 @@ def _of_json_lines(path: Path, lines: io.TextIOWrapper, field: str) -> Iterator[
         yield text.encode("utf-8", "replace").decode()
 
 
-def _of_parquet(path: Path, field: str) -> Iterator[str]:
+def _of_parquet(path: Path, reading: Reading) -> Iterator[str]:
     parquet = _optional("pyarrow.parquet", path)
     arrow = import_module("pyarrow")
+    field, limit, count = reading.field, _limit(path, reading.max_expansion), 0
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
@@ -168,7 +217,10 @@ def _of_parquet(path: Path, field: str) -> Iterator[str]:
                 raise DataError(
                     f"{path} has no column '{field}' (it has: {', '.join(names[:8])}). Set --field."
                 )
-            for batch in file.iter_batches(batch_size=1024, columns=[field]):
+            for batch in file.iter_batches(batch_size=_ROWS, columns=[field]):
+                count += batch.nbytes
+                if count > limit:
+                    raise _too_large(path, limit)
                 for text in batch.column(0).to_pylist():
                     if text is not None and not isinstance(text, str):
                         raise DataError(f"Column '{field}' of {path} holds {type(text).__name__}, not text.")

@@ -1,20 +1,24 @@
 """events.jsonl: everything a run says, one JSON object per line. Invariant: no step is written twice.
 
-Lines are appended whole and flushed, so a kill can cut off at most the last one. On resume the file is cut
-back to the checkpoint (`cut_back`): lines of later steps describe a future that did not happen.
+Lines are appended whole and flushed, so a kill can cut off at most the last one. On resume the file, and the ranks'
+own logs, are cut back to the checkpoint (`cut_back`): lines of later steps describe a future that did not happen.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import re
 import threading
 import time
 from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.metrics.events import EVENTS_FILE
+
+_STEP_LINE = re.compile(r"step (\d+)  ")  # of a rank's log
 
 
 class Tracker(Protocol):
@@ -64,7 +68,24 @@ class Recorder:
 
 
 def cut_back(folder: Path, step: int) -> None:
-    """Drop the events after `step`, and a last line that a kill cut off. Atomic."""
+    """Drop what the logs say of later steps than `step`, and a last line that a kill cut off."""
+    _cut_events(folder, step)
+    for log in folder.glob("logs/rank-*.log"):
+        _cut_log(log, step)
+
+
+def _cut_log(log: Path, step: int) -> None:
+    """In place: a rank may have it open, for appending."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    steps = [_STEP_LINE.match(line) for line in lines]
+    kept = [line for line, found in zip(lines, steps, strict=True) if found is None or int(found[1]) <= step]
+    with log.open("r+", encoding="utf-8") as file:
+        file.writelines(line for line in kept if line.endswith("\n"))
+        file.truncate()
+
+
+def _cut_events(folder: Path, step: int) -> None:
+    """Atomic."""
     path = folder / EVENTS_FILE
     if not path.exists():
         return
@@ -82,6 +103,18 @@ def cut_back(folder: Path, step: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.rename(path)
+
+
+def finished_at(folder: Path) -> int | None:
+    """The step at which the run in this folder ended, as its log says."""
+    path = folder / EVENTS_FILE
+    found = None
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith('{"event": "finish"'):
+                with contextlib.suppress(ValueError):
+                    found = json.loads(line).get("step", found)
+    return found
 
 
 def has_event(folder: Path, event: str, step: int) -> bool:

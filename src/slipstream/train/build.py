@@ -119,7 +119,9 @@ def stage_modules(
     if config.model.init_from is not None:
         weights = read_weights(Path(config.model.init_from), model)
         for stage in built:
-            stage.load_state_dict({name: weights[name] for name, _ in stage.named_parameters()})
+            stage.load_state_dict(
+                {name: weights[name] for name, _ in stage.named_parameters(remove_duplicate=False)}
+            )
     return built
 
 

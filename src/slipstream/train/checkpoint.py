@@ -127,10 +127,24 @@ def manifest(path: Path) -> Manifest:
         )
     if _sealed({key: value for key, value in body.items() if key != "seal"}) != body:
         raise CheckpointError(f"'{file}' is damaged: its seal does not match its content.")
+    try:
+        return _parsed(body, file)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"'{file}' is not a manifest of ours: {type(error).__name__} {error}."
+        ) from None
+
+
+def _parsed(body: dict[str, Any], file: Path) -> Manifest:
     if any(not _PIECE.fullmatch(name) for name in (*body["files"], *body["pieces"])):
         raise CheckpointError(f"'{file}' names files outside its folder.")
     files = {name: Digest(value["bytes"], value["sha256"]) for name, value in body["files"].items()}
-    return Manifest(body["step"], tuple(body["pieces"]), files, body["meta"])
+    for piece in body["pieces"]:
+        if not {f"{piece}.json", f"{piece}.safetensors"} <= files.keys():
+            raise CheckpointError(f"'{file}' has no checksums for the piece '{piece}'.")
+    if not isinstance(body["meta"], dict):
+        raise CheckpointError(f"'{file}' says nothing about its run.")
+    return Manifest(int(body["step"]), tuple(body["pieces"]), files, body["meta"])
 
 
 def verify(path: Path) -> Manifest:
@@ -178,6 +192,8 @@ def read(
 
     def wanted(key: str) -> bool:
         parts = [part.replace("~1", "/").replace("~0", "~") for part in key.split("/")]
+        if len(parts) < (3 if parts[0] == "banks" else 2):
+            raise CheckpointError(f"'{path}' holds a tensor of no known place: '{key}'.")
         owner = parts[2] if parts[0] == "banks" else parts[1]  # banks/<reader>/<name>, section/<name>[/<key>]
         return names(owner) and (sections is None or parts[0] in sections)
 

@@ -208,7 +208,17 @@ def read_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{folder} is not a Hugging Face folder: it has no config.json.")
-    raw = json.loads(path.read_text())
+    try:
+        return _read_config(folder, json.loads(path.read_text(encoding="utf-8")))
+    except KeyError as error:
+        raise UserError(f"{path} does not say {error}. Is it the config of a whole model?") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} cannot be read: {error}. Copy it anew from where the model came from."
+        ) from None
+
+
+def _read_config(folder: Path, raw: dict[str, Any]) -> ModelConfig:
     kind = (raw.get("architectures") or ["none"])[0]
     if kind not in ("LlamaForCausalLM", "MixtralForCausalLM", "Qwen3ForCausalLM"):
         raise UserError(f"{folder} holds a {kind}; only Llama, Mixtral and Qwen3 models can be read.")

@@ -28,7 +28,8 @@ import torch
 
 from slipstream.config import Change, Config, changes, from_tree, to_toml
 from slipstream.errors import CheckpointError, UserError
-from slipstream.metrics.record import cut_back, has_event
+from slipstream.metrics.events import EVENTS_FILE
+from slipstream.metrics.record import cut_back, finished_at, has_event
 from slipstream.train import checkpoint
 
 LOCK_PATIENCE_SECONDS = 10.0  # the workers of a killed launcher need a moment to notice
@@ -138,22 +139,43 @@ def write_environment(folder: Path, config: Config, data: dict[str, Any], device
 
 
 def _ended(folder: Path, config: Config, data_fingerprint: str) -> Plan | None:
-    """A finished run that was to keep no checkpoint (checkpoint.keep = 0); None where there is no such run."""
-    steps = config.train.steps
-    if config.checkpoint.keep or not has_event(folder, "finish", steps):
+    """A finished run without a checkpoint (checkpoint.keep = 0); None where there is no such run."""
+    steps, stored = finished_at(folder), _stored(folder)
+    if steps is None or stored is None:
         return None
-    try:
-        stored = from_tree(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
-    except (OSError, UserError, tomllib.TOMLDecodeError):
-        return None  # nothing here says what ended
     if changed := changes(stored, config):
         lines = "\n".join(f"  - {change}" for change in changed)
         raise UserError(f"'{folder}' holds another run, finished:\n{lines}\nSet another run.dir.")
+    if config.checkpoint.keep:
+        return None  # its checkpoints were removed: trained again
     return Plan(steps, None, True, False, 0, data_fingerprint, secrets.token_hex(4))
+
+
+def _stored(folder: Path) -> Config | None:
+    """The config that was last started here; None where nothing says so."""
+    try:
+        return from_tree(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
+    except (OSError, UserError, tomllib.TOMLDecodeError):
+        return None
+
+
+def _set_aside(folder: Path, config: Config) -> list[str]:
+    """The log of another run that never came to a checkpoint is kept under another name."""
+    events, stored = folder / EVENTS_FILE, _stored(folder)
+    if (
+        not events.is_file()
+        or not events.stat().st_size
+        or (stored is not None and not changes(stored, config))
+    ):
+        return []
+    aside = events.with_name(f"{events.stem}-{time.time_ns()}{events.suffix}")
+    events.rename(aside)
+    return [f"'{folder}' held the log of another run without a checkpoint. It is kept as '{aside.name}'."]
 
 
 def _begin(folder: Path, config: Config, data_fingerprint: str, notes: list[str]) -> Plan:
     """No checkpoint here: a new run, from initial weights or from another run's checkpoint."""
+    notes += _set_aside(folder, config)
     cut_back(folder, -1)
     if config.run.fork_from is None:
         return Plan(0, None, False, False, 0, data_fingerprint, secrets.token_hex(4), notes)

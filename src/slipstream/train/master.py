@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from slipstream.config import Config, from_tree
+from slipstream.errors import CheckpointError
 from slipstream.models.sizes import ModelConfig
 from slipstream.train import checkpoint
 
@@ -30,12 +31,13 @@ def load_master(run: str | Path) -> Master:
     path = checkpoint.locate(run)
     found = checkpoint.verify(path)
     trees = checkpoint.read(path, found, sections=("master",))
-    weights = {name: tensor for tree in trees for name, tensor in tree["master"].items()}
-    places = [path.parents[1] / TOKENIZER_FILE, Path(found.meta["data_folder"]) / TOKENIZER_FILE]
-    return Master(
-        weights,
-        from_tree(found.meta["config"]),
-        ModelConfig(**found.meta["model"]),
-        found.step,
-        next((place for place in places if place.is_file()), None),
-    )
+    try:
+        weights = {name: tensor for tree in trees for name, tensor in tree["master"].items()}
+        places = [path.parents[1] / TOKENIZER_FILE, Path(found.meta["data_folder"]) / TOKENIZER_FILE]
+        config, model = from_tree(found.meta["config"]), ModelConfig(**found.meta["model"])
+    except (LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"'{path}' is not a run's checkpoint: {type(error).__name__} {error}."
+        ) from None
+    tokenizer = next((place for place in places if place.is_file()), None)
+    return Master(weights, config, model, found.step, tokenizer)

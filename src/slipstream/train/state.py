@@ -107,7 +107,7 @@ def read_piece(folder: Path, name: str, wanted: Callable[[str], bool]) -> dict[s
         tree = json.loads(text.read_text(encoding="utf-8"))["tree"]
         with safe_open(weights, framework="pt") as file:
             return unflatten(tree, lambda key: file.get_tensor(key) if wanted(key) else None)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"'{weights}' is damaged: {error}.") from error
 
 
