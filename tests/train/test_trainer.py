@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -133,7 +134,7 @@ def test_a_fork_says_where_it_starts_and_a_tracker_sees_every_step(runs, capfd, 
     runs.train("fork", *settings, f"run.fork_from={runs.folder / 'run'}", "train.steps=14")
     assert "A fork starts from step 12" in capfd.readouterr().out
     assert made[0]["id"] != made[1]["id"]
-    open_trackers(resolve(load(None, settings)), runs.folder / "run")
+    open_trackers(resolve(load(None, settings)), runs.folder / "run", 12)
     assert made[2]["id"] == made[0]["id"], "a resumed run goes on in its own page"
 
 
@@ -155,6 +156,37 @@ def test_a_changed_trajectory_is_refused_with_the_difference(runs):
     assert "optim.lr: the run has 0.01, asked for 0.5" in text
     assert "checkpoint.keep" not in text
     assert "run.fork_from" in text
+
+
+def test_the_same_data_elsewhere_is_the_same_data(runs, tmp_path):
+    runs.train("run", "pipeline.schedule=emulate")
+    (tmp_path / "link").symlink_to(runs.data, target_is_directory=True)
+    runs.train("run", "pipeline.schedule=emulate", f"data.path={tmp_path / 'link'}")
+    assert runs.steps("run") == list(range(1, 13))
+
+
+def test_tensorboard_forgets_what_a_resumed_run_tells_again(runs, monkeypatch):
+    made = []
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            made.append((Path(folder).name, purge_step, []))
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            made[-1][2].append((name, step))
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    settings = ["pipeline.schedule=emulate", 'train.trackers=["tensorboard"]']
+    runs.train("run", *settings)
+    for path in (runs.folder / "run" / "checkpoints").glob("step-*12"):
+        path.rename(path.with_name("gone"))
+    runs.train("run", *settings)
+    assert [(folder, first) for folder, first, _ in made] == [("tensorboard", 1), ("tensorboard", 9)]
+    told = [[step for name, step in scalars if name == "step/loss"] for *_, scalars in made]
+    assert told == [list(range(1, 13)), list(range(9, 13))]
 
 
 def test_changed_data_is_refused(runs, tmp_path):

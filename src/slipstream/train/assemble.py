@@ -200,7 +200,7 @@ def _open_records(
     folders.write_environment(folder, config, described, name)
     if (data / TOKENIZER_FILE).is_file():
         shutil.copyfile(data / TOKENIZER_FILE, folder / TOKENIZER_FILE)
-    recorder = Recorder(folder, open_trackers(config, folder))
+    recorder = Recorder(folder, open_trackers(config, folder, plan.step))
     stack.callback(recorder.close)
     resumed = plan.source is not None and not plan.forked
     recorder.write(

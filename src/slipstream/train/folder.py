@@ -209,6 +209,7 @@ def _check_same_run(
         allowed |= {"optim.correction", "optim.correction_lambda", "optim.sync_start", "optim.sync_finish"}
     if switched and not config.run.switch:
         allowed.clear()
+    allowed.add("data.path")  # what lies there decides, by its fingerprint, and not how it is reached
     refused: list[Change | str] = [change for change in differences if change.name not in allowed]
     if manifest.meta["data_fingerprint"] != data_fingerprint:
         refused.append(

@@ -11,10 +11,11 @@ from slipstream.errors import UserError
 from slipstream.metrics.record import Tracker
 
 
-def open_trackers(config: Config, folder: Path) -> tuple[Tracker, ...]:
+def open_trackers(config: Config, folder: Path, step: int) -> tuple[Tracker, ...]:
+    """For a run that goes on after `step`."""
     made: list[Tracker] = []
     for name in config.train.trackers:
-        made.append(_TensorBoard(folder) if name == "tensorboard" else _WandB(config, folder))
+        made.append(_TensorBoard(folder, step) if name == "tensorboard" else _WandB(config, folder))
     return tuple(made)
 
 
@@ -30,7 +31,7 @@ def _scalars(event: dict[str, Any]) -> dict[str, float]:
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, step: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -38,7 +39,8 @@ class _TensorBoard:
                 "train.trackers names tensorboard, which is not installed. `pip install "
                 "slipstream[tensorboard]`."
             ) from None
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
+        # What was told of later steps, before a kill, is hidden.
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def log(self, event: dict[str, Any]) -> None:
         for name, value in _scalars(event).items():
