@@ -26,9 +26,11 @@ def train(
     """
     config = parse(arguments or [])
     if dry_run:
-        from slipstream.train.build import adopt_shape
+        if config.model.init_from is not None:
+            from slipstream.train.build import adopt_shape  # imports torch, which nothing else here needs
 
-        config = resolve(adopt_shape(config))
+            config = adopt_shape(config)
+        config = resolve(config)
         print(to_toml(config))
         print("\n".join(f"# {name}: {value}" for name, value in facts(config).items()))
         return
