@@ -75,6 +75,7 @@ def test_the_table_names_every_contender(capsys: pytest.CaptureFixture[str]) -> 
         ("--stages 4 --microbatches 2", "--microbatches to 4 or more"),
         ("--rivals zero", "Set --rivals to"),
         ("--updates 1", "2 updates or more"),
+        ("--rounds 0", "1 round or more"),
         ("--plot picture.bmp", ".html"),
     ],
 )

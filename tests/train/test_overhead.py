@@ -26,6 +26,8 @@ def test_contenders_take_turns_of_as_many_updates_and_the_trainer_trains_as_alwa
     assert f"step {steps}/{steps}" in (folder / "lines-0.txt").read_text()
     with pytest.raises(UserError, match=r"set pipeline\.schedule to 2bw"):
         compare(runs.config("unused", "pipeline.schedule=emulate"), rounds=1, updates=1)
+    with pytest.raises(UserError, match="take 1 of each or more"):
+        compare(config, rounds=0, updates=1)
 
 
 @pytest.mark.slow

@@ -96,9 +96,8 @@ def print_result(console: Console, result: Result) -> None:
         )
     console.print(table)
     if row["fill_ms"] is not None:
-        console.print(
-            f"slipstream once per run: fill {row['fill_ms']:.1f} ms, drain {row['drain_ms']:.1f} ms"
-        )
+        fill, drain = (max(0.0, row[name]) for name in ("fill_ms", "drain_ms"))  # below 0: lost in the noise
+        console.print(f"slipstream once per run: fill {fill:.1f} ms, drain {drain:.1f} ms")
     for name, error in result.errors.items():
         console.print(f"{LABELS.get(name, name)}: {error}", style="red", markup=False)
 

@@ -55,6 +55,8 @@ def compare(config: Config, rounds: int, updates: int) -> dict[str, Any]:
         raise UserError(
             f"The bare loop is Schedule2BW: set pipeline.schedule to 2bw, not '{config.pipeline.schedule}'."
         )
+    if rounds < 1 or updates < 1:
+        raise UserError(f"--rounds {rounds} and --updates {updates}: take 1 of each or more.")
     assert config.pipeline.stages is not None
     ranks = config.pipeline.stages * config.pipeline.data_ranks
     with tempfile.TemporaryDirectory(prefix="slipstream-overhead-") as folder, RankPool(ranks) as pool:
@@ -178,7 +180,10 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=6, help="updates timed in a turn")
     parser.add_argument("--json", dest="as_json", action="store_true")
     given = parser.parse_args()
-    result = compare(resolve(load(given.config, given.overrides)), given.rounds, given.updates)
+    try:
+        result = compare(resolve(load(given.config, given.overrides)), given.rounds, given.updates)
+    except UserError as error:
+        parser.error(str(error))
     if given.as_json:
         print(json.dumps(result, indent=2))
         return
