@@ -7,6 +7,8 @@ import torch
 
 from pipeline import tiny
 from slipstream import Emulator, UserError
+from slipstream.models.sizes import PRESETS
+from slipstream.models.stages import build_model
 from slipstream.optim.build import build
 from slipstream.pipeline import graphs
 from slipstream.pipeline.graphs import PLAIN_GROUPS, CudaGraphs
@@ -15,21 +17,26 @@ GROUPS = 14
 
 
 class Again:
-    """Like a CUDA graph: recording computes nothing, a replay writes where the recording said."""
+    """Like CUDA graphs of one pool: recording computes nothing, a replay writes where the recording said, and its
+    scratch lies over what the other recordings computed."""
 
     def __init__(self):
         self.recorded = self.replayed = 0
+        self.memory = []
 
     def record(self, body):
         self.recorded += 1
         loss, grads = body()
         fixed = [loss, *(g for g in grads if g is not None)]
+        self.memory += fixed
         for tensor in fixed:
             tensor.fill_(torch.nan)
 
         def replay():
             self.replayed += 1
             again, found = body()
+            for tensor in self.memory:
+                tensor.fill_(torch.nan)
             for tensor, value in zip(fixed, [again, *(g for g in found if g is not None)], strict=True):
                 tensor.copy_(value)
 
@@ -187,3 +194,32 @@ def test_cuda_graphs_change_no_bit(microbatches, delay):
         return [loss.item() for loss in losses]
 
     assert run(CudaGraphs()) == run(None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("delay", [1, 3])
+def test_cuda_graphs_of_a_language_model_change_no_bit(delay):
+    """Large enough for the graphs to lie over each other in their common memory."""
+    shape = PRESETS["llama-8m"]
+    tokens = torch.randint(shape.vocab, (16, 256), generator=torch.Generator().manual_seed(0)).cuda()
+
+    def loss_fn(logits, targets):
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def run(recorder):
+        emulator = Emulator(
+            build_model(shape, seed=0, device="cuda"),
+            1,
+            loss_fn,
+            lambda module: build("muon", module),
+            max_grad_norm=1.0,
+            delay=delay,
+            recorder=recorder,
+        )
+        losses = [emulator.step(tokens[:, :-1], tokens[:, 1:])[0] for _ in range(24)]
+        return [loss.item() for loss in losses]
+
+    found = run(CudaGraphs())
+    assert found == run(None)
+    assert found[-1] < found[0] - 0.5

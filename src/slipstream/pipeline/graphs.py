@@ -6,9 +6,10 @@ addresses; its weights are the replica's, which are written in place and never m
 where the recording put them.
 
 Invariants: a recording computes what the plain call computes, in the same order, so nothing changes but who
-launches the kernels. Gradients belong to the recording, so it is not replayed for another group while the update
-of the last one has yet to read them: that group is then computed plainly. What cannot be recorded is computed
-plainly for ever, with one warning.
+launches the kernels. What a replay leaves behind is good until the next replay of *any* recording, because they
+share scratch: gradients are taken out of it at once, into sums that the recording owns. It is not replayed for
+another group while the update of the last one has yet to read those: that group is then computed plainly. What
+cannot be recorded is computed plainly for ever, with one warning.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ class Recorder(Protocol):
     """Something that can run a function again without Python."""
 
     def record(self, body: Callable[[], Computed]) -> tuple[Computed, Callable[[], None]]:
-        """What `body` will have computed, at fixed addresses, whenever the returned call is made."""
+        """What `body` will have computed, at fixed addresses, whenever the returned call is made; it holds until
+        the next call of this or any other recording."""
         ...
 
 
 class CudaGraphs:
-    """Records on a stream of its own. All graphs share a pool: they run one after the other, and what outlives a
-    replay is held by its `Recording`."""
+    """Records on a stream of its own. All graphs share a pool, or activations would take their memory once for each
+    replica. What a later recording computes may lie where an earlier one has its scratch."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -72,8 +74,8 @@ class Recording:
     loss: Tensor
     grads: Gradients
     replay: Callable[[], None]
-    sums: Gradients = field(default_factory=list)  # over the microbatches of a group
-    group: int = -1  # whose gradients `grads` and `sums` hold
+    sums: Gradients = field(default_factory=list)  # over the microbatches of a group; outside the shared memory
+    group: int = -1  # whose gradients `sums` hold
 
 
 class Graphs:
@@ -149,8 +151,8 @@ class Graphs:
 
     def _collect(self, recording: Recording, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Into `.grad`, as autograd would: the first microbatch sets it, the others add to it."""
-        if self._count == 1 or all(p.dtype != d for p, d in zip(parameters, self._dtypes, strict=True)):
-            # Read by the update, or (narrow banks) added to wide sums, before the next replay.
+        if all(p.dtype != d for p, d in zip(parameters, self._dtypes, strict=True)):
+            # Narrow banks: added to wide sums before the next replay.
             for parameter, grad in zip(parameters, recording.grads, strict=True):
                 parameter.grad = grad
             return
