@@ -74,7 +74,9 @@ class Recording:
     loss: Tensor
     grads: Gradients
     replay: Callable[[], None]
-    sums: Gradients = field(default_factory=list)  # over the microbatches of a group; outside the shared memory
+    sums: Gradients = field(
+        default_factory=list
+    )  # over the microbatches of a group; outside the shared memory
     group: int = -1  # whose gradients `sums` hold
 
 
