@@ -13,7 +13,8 @@ from optim import references
 from slipstream.errors import UserError
 from slipstream.optim.gram import orthogonalise_by_gram
 from slipstream.optim.muon import Muon
-from slipstream.optim.newton_schulz import COEFFICIENTS, STEPS, orthogonal_batches, orthogonalise
+from slipstream.optim.newton_schulz import COEFFICIENTS, STEPS, orthogonalise
+from slipstream.optim.stacks import orthogonal_stacks, stacks
 
 SHAPES = [(128, 128), (64, 128), (384, 128), (128, 384), (7, 13), (3, 5), (2, 3), (31, 97), (1, 8), (40, 6)]
 
@@ -238,4 +239,4 @@ def test_refusals():
 
 def test_empty_tensors_are_passed_over():
     """A rank that holds no expert of a sharded stack has an empty local tensor."""
-    assert list(orthogonal_batches([torch.empty(0, 4, 4)], lambda indices, outs: None)) == []
+    assert list(orthogonal_stacks(stacks([torch.empty(0, 4, 4)]), lambda indices, outs: None)) == []

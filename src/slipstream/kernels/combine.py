@@ -12,6 +12,7 @@ launch by the stream. How lists of given sizes are cut into blocks is kept.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache, reduce
 from operator import or_
@@ -66,10 +67,10 @@ def combine(
     types = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     others, c, d = also or ((), 0.0, 0.0)
     device, sizes = outs[0].device, tuple(out.numel() for out in outs)
-    addresses = [tensor.data_ptr() for tensors in (outs, xs, ys, others) for tensor in tensors]
+    addresses = array("q", [tensor.data_ptr() for tensors in (outs, xs, ys, others) for tensor in tensors])
     blocks = _blocks(sizes, device)
     combine_lists[(len(blocks),)](  # pyright: ignore[reportIndexIssue]
-        _on_device(torch.tensor(addresses), device), blocks, len(outs), a, b, c, d,
+        _on_device(torch.frombuffer(addresses, dtype=torch.int64), device), blocks, len(outs), a, b, c, d,
         out_type=types[outs[0].dtype], x_type=types[xs[0].dtype], y_type=types[ys[0].dtype],
         also_type=types[others[0].dtype] if others else None,
         aligned=reduce(or_, addresses) % 16 == 0 and reduce(or_, sizes) % 16 == 0,

@@ -3,8 +3,9 @@
     C = α A Bᵀ + β D + γ E + δ I        for each of N matrices; A Bᵀ, D and E symmetric, [M, M]
 
 Only the tiles on and below the diagonal are computed; each is also written, transposed, to its mirror place.
-So C is symmetric to the last bit. X Xᵀ is one such product, and so is every product of two polynomials in one
-symmetric matrix, which is all that a Newton-Schulz iteration on a Gram matrix consists of.
+So C is symmetric to the last bit, but for the tiles on the diagonal, which are as symmetric as A Bᵀ comes out. X Xᵀ is
+one such product, and so is every product of two polynomials in one symmetric matrix, which is all that a
+Newton-Schulz iteration on a Gram matrix consists of.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from torch.optim.adamw import adamw
 from slipstream.errors import UserError
 from slipstream.lists import add_, copy_, lerp_, lerp_and_add
 from slipstream.optim.newton_schulz import STEPS
-from slipstream.optim.sharded import Batch, Groups, Wait, exchange_groups, local, orthogonal
+from slipstream.optim.sharded import Batch, Groups, Layout, Wait, exchange_groups, lay_out, local, orthogonal
 from slipstream.optim.velocity import adam_velocity, groups_and_states
 
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -85,11 +86,13 @@ class Muon(Optimizer):
                 if parameter.requires_grad:
                     self._state_of(group, parameter)
         self._groups = self._exchange_groups()
+        self._layouts: dict[int, tuple[list[Parameter], list[torch.dtype], Layout]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy makes process groups of its own."""
         super().__setstate__(state)
         self._groups = self._exchange_groups()
+        self._layouts = {}
 
     def _exchange_groups(self) -> Groups:
         return exchange_groups(
@@ -125,23 +128,34 @@ class Muon(Optimizer):
         Gradients and hyperparameters are those of the first `next`. The step is done when the iterator ends.
         """
         matrices = []
-        for group in self.param_groups:
-            params = [parameter for parameter in group["params"] if parameter.grad is not None]
-            grads = [local(parameter.grad) for parameter in params]
+        for number, group in enumerate(self.param_groups):
+            pairs = [(p, grad) for p in group["params"] if (grad := p.grad) is not None]
+            params, grads = [parameter for parameter, _ in pairs], [grad for _, grad in pairs]
             if params and group["algorithm"] == "adamw":
-                self._adamw(group, params, grads)
+                self._adamw(group, params, [local(grad) for grad in grads])
             elif params:
-                matrices.append(self._muon(dict(group), params, grads))
+                matrices.append(self._muon(dict(group), params, grads, self._layout(number, params)))
         for waits in matrices:
             yield from waits
 
-    def _muon(self, group: dict[str, Any], params: list[Parameter], grads: list[Tensor]) -> Iterator[Wait]:
-        states = [self._state_of(group, parameter) for parameter in params]
-        momenta = [local(state["momentum_buffer"]) for state in states]
+    def _layout(self, number: int, params: list[Parameter]) -> Layout:
+        """Of the parameters of a group that have gradients: as in the last step, as a rule."""
+        dtypes = [parameter.dtype for parameter in params]
+        known = self._layouts.get(number)
+        if known and known[1] == dtypes and all(map(is_, known[0], params)):
+            return known[2]
+        layout = lay_out(params, self._groups)
+        self._layouts[number] = (params, dtypes, layout)
+        return layout
+
+    def _muon(
+        self, group: dict[str, Any], params: list[Parameter], grads: list[Tensor], layout: Layout
+    ) -> Iterator[Wait]:
         blend = group["momentum"] ** group["lookahead"]
 
         def fill(indices: list[int], outs: list[Tensor]) -> None:
-            moved, terms = [momenta[i] for i in indices], [grads[i] for i in indices]
+            moved = [local(self._state_of(group, params[i])["momentum_buffer"]) for i in indices]
+            terms = [local(grads[i]) for i in indices]
             # Orthogonal(U) does not depend on U's size, so U / blend will do: one pass, cast included.
             if blend:
                 lerp_and_add(moved, terms, 1 - group["momentum"], outs, (1 - blend) / blend)
@@ -149,14 +163,14 @@ class Muon(Optimizer):
                 lerp_(moved, terms, 1 - group["momentum"])
                 copy_(outs, terms)
 
-        for item in orthogonal(params, fill, group["steps"], self._groups):
+        for item in orthogonal(params, fill, group["steps"], layout):
             if not isinstance(item, Batch):
                 yield item
                 continue
             weights = [local(params[i]) for i in item.indices]
             directions = item.directions
             if group["row_beta"] is not None:
-                moments = [states[i]["row_second_moment"] for i in item.indices]
+                moments = [self.state[params[i]]["row_second_moment"] for i in item.indices]
                 directions = [
                     _by_rows(d, m, group["row_beta"]) for d, m in zip(directions, moments, strict=True)
                 ]
@@ -193,7 +207,8 @@ class Muon(Optimizer):
         def fill(batch: list[int], outs: list[Tensor]) -> None:
             copy_(outs, [local(pairs[matrices[k]][1]["momentum_buffer"]) for k in batch])
 
-        for item in orthogonal([params[i] for i in matrices], fill, STEPS, self._groups):
+        chosen = [params[i] for i in matrices]
+        for item in orthogonal(chosen, fill, STEPS, lay_out(chosen, self._groups)):
             if not isinstance(item, Batch):
                 item.wait()
                 continue

@@ -19,8 +19,6 @@ is not used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-
 import torch
 from torch import Tensor
 
@@ -29,14 +27,9 @@ from slipstream.kernels.divide import divided
 from slipstream.lists import norms
 from slipstream.optim.gram import orthogonalise_by_gram
 
-Fill = Callable[[list[int], list[Tensor]], None]
-
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 EPS = 1e-7
-
-# Elements of one stack: enough to fill the device, few enough for the cache (CPU) or for the scratch (GPU).
-_STACK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -65,34 +58,3 @@ def orthogonalise(stack: Tensor, steps: int = STEPS) -> Tensor:
         torch.baddbmm(x, *((polynomial, x) if wide else (x, polynomial)), beta=a, out=y)
         x, y = y, x
     return x
-
-
-def orthogonal_batches(
-    like: Sequence[Tensor], fill: Fill, steps: int = STEPS
-) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """Orthogonalise many matrices, equal shapes together.
-
-    `like` gives shapes [R, C] or [E, R, C] (E matrices), dtypes and devices; `fill(indices, outs)` writes
-    those tensors into their places in a stack. Yields the indices of a batch and, for each, its orthogonalised tensor.
-    """
-    for indices in _by_shape(like):
-        first = like[indices[0]]
-        counts = [like[i].shape[:-2].numel() for i in indices]
-        stack = torch.empty(sum(counts), *first.shape[-2:], dtype=compute_dtype(first), device=first.device)
-        fill(indices, [out.view(like[i].shape) for i, out in zip(indices, stack.split(counts), strict=True)])
-        outs = orthogonalise(stack, steps).split(counts)
-        yield indices, [out.view(like[i].shape) for i, out in zip(indices, outs, strict=True)]
-
-
-def _by_shape(like: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Indices of tensors that share a stack, in lists of about equal size near the device's limit."""
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for i, tensor in enumerate(like):
-        if tensor.numel():
-            groups.setdefault((tensor.shape[-2:], tensor.dtype, tensor.device), []).append(i)
-    for indices in groups.values():
-        limit = _STACK_ELEMENTS.get(like[indices[0]].device.type, _STACK_ELEMENTS["cuda"])
-        pieces = max(1, round(sum(like[i].numel() for i in indices) / limit))
-        size = -(-len(indices) // pieces)
-        for start in range(0, len(indices), size):
-            yield indices[start : start + size]

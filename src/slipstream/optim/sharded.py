@@ -13,6 +13,7 @@ it waits for, so a pipeline can go on with its microbatches meanwhile.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,7 +22,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from slipstream.errors import UserError
-from slipstream.optim.newton_schulz import Fill, compute_dtype, orthogonal_batches
+from slipstream.optim.newton_schulz import compute_dtype
+from slipstream.optim.stacks import Fill, Stack, orthogonal_stacks, stacks
 
 
 class Wait(Protocol):
@@ -62,8 +64,15 @@ def exchange_groups(params: Sequence[Tensor]) -> Groups:
     return groups
 
 
-def orthogonal(params: Sequence[Tensor], fill: Fill, steps: int, groups: Groups) -> Iterator[Wait | Batch]:
-    """Orthogonalise one tensor for each of `params`; `fill(indices, outs)` writes local parts."""
+@dataclass(frozen=True)
+class Layout:
+    """What follows from the shapes and placements of some parameters alone."""
+
+    whole: list[Stack]
+    shards: dict[tuple[dist.ProcessGroup, torch.dtype], list[int]]
+
+
+def lay_out(params: Sequence[Tensor], groups: Groups) -> Layout:
     shards: dict[tuple[dist.ProcessGroup, torch.dtype], list[int]] = {}
     whole: list[int] = []
     for i, parameter in enumerate(params):
@@ -72,14 +81,18 @@ def orthogonal(params: Sequence[Tensor], fill: Fill, steps: int, groups: Groups)
             whole.append(i)
         else:
             shards.setdefault((groups[axis[0]], compute_dtype(parameter)), []).append(i)
+    found = stacks([local(params[i]) for i in whole])
+    return Layout([replace(stack, indices=[whole[k] for k in stack.indices]) for stack in found], shards)
+
+
+def orthogonal(params: Sequence[Tensor], fill: Fill, steps: int, layout: Layout) -> Iterator[Wait | Batch]:
+    """Orthogonalise one tensor for each of `params`; `fill(indices, outs)` writes local parts."""
     exchanges = [
         (own, Exchange([params[i] for i in own], _renumbered(fill, own), group, dtype))
-        for (group, dtype), own in shards.items()
+        for (group, dtype), own in layout.shards.items()
     ]
-    for batch, directions in orthogonal_batches(
-        [local(params[i]) for i in whole], _renumbered(fill, whole), steps
-    ):
-        yield Batch([whole[k] for k in batch], directions)
+    for batch, directions in orthogonal_stacks(layout.whole, fill, steps):
+        yield Batch(batch, directions)
     for indices, exchange in exchanges:
         yield exchange.gathered
         yield (returned := exchange.orthogonalise(steps))
@@ -148,7 +161,7 @@ class Exchange:
                     self._narrow(out, mine[k], source).copy_(pieces[mine[k], source])
 
         like = [torch.empty((), dtype=self.dtype, device=self.device).expand(self.shapes[i]) for i in mine]
-        for batch, directions in orthogonal_batches(like, fill, steps):
+        for batch, directions in orthogonal_stacks(stacks(like), fill, steps):
             for k, direction in zip(batch, directions, strict=True):
                 for source in range(self.ranks):
                     pieces[mine[k], source].copy_(self._narrow(direction, mine[k], source))

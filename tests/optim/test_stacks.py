@@ -1,0 +1,49 @@
+"""Stacks: which tensors share one, and that the layout is kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from slipstream.optim import muon
+from slipstream.optim.muon import Muon
+from slipstream.optim.sharded import lay_out
+from slipstream.optim.stacks import stacks
+
+SHAPES = [(24, 24), (8, 24), (24, 24), (3, 24, 8), (40, 24), (8, 24), (2, 24, 8), (0, 24), (40, 24)]
+
+
+def test_equal_shapes_share_a_stack_and_views_find_their_places():
+    tensors = [torch.randn(shape) for shape in SHAPES]
+    found = stacks(tensors)
+    assert [stack.indices for stack in found] == [[0, 2], [1, 5], [3, 6], [4, 8]]
+    assert [tuple(stack.shape) for stack in found] == [(2, 24, 24), (2, 8, 24), (5, 24, 8), (2, 40, 24)]
+    for stack in found:
+        memory = stack.empty()
+        for index, view in zip(stack.indices, stack.views(memory), strict=True):
+            view.copy_(tensors[index])
+        whole = torch.cat([tensors[i].view(-1, *memory.shape[1:]) for i in stack.indices])
+        assert torch.equal(memory, whole)
+
+
+def test_a_layout_is_kept_while_the_same_parameters_have_gradients(monkeypatch):
+    made = []
+    monkeypatch.setattr(muon, "lay_out", lambda *args: made.append(1) or lay_out(*args))
+    params = [nn.Parameter(torch.randn(4, 6)) for _ in range(3)]
+    optimizer = Muon([{"params": params, "algorithm": "muon"}])
+
+    def step(*having: int) -> list[bool]:
+        before = [p.detach().clone() for p in params]
+        for i, parameter in enumerate(params):
+            parameter.grad = torch.ones(4, 6) if i in having else None
+        optimizer.step()
+        return [not torch.equal(p, q) for p, q in zip(before, params, strict=True)]
+
+    assert step(0, 1, 2) == step(0, 1, 2) == [True] * 3
+    assert len(made) == 1
+    assert step(0, 2) == [True, False, True]
+    assert step(1) == [False, True, False]
+    assert len(made) == 3
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert step(1) == [False, True, False]
+    assert len(made) == 4
