@@ -8,6 +8,7 @@ import torch
 from pipeline import tiny
 from pipeline.jobs import M
 from slipstream import Emulator, StageError, UserError, merge_states
+from slipstream.optim.corrections import build_correction
 from slipstream.schedule.actions import Kind
 from slipstream.schedule.generate import build
 
@@ -56,6 +57,16 @@ def test_every_depth_is_bit_identical(pool, optimizer, correction, clip):
     for stages in (1, 2, 3, 4):
         found = join(pool.run("pipeline.jobs:train", GROUPS, **options, ranks=stages))
         assert_same(found, expected)
+
+
+@pytest.mark.parametrize("correction", ["momentum_prediction", "delay_compensation", "lr_scaling"])
+def test_every_correction_is_bit_identical_at_every_depth(pool, correction):
+    """Tied weights and a decaying rate: what a correction reads or changes must not depend on who runs it when."""
+    options = {"lam": 1.0} if correction != "lr_scaling" else {"steps": 20}
+    options = {"correction": build_correction(correction, **options), "max_grad_norm": 0.1, "decay": True}
+    expected = emulate(**options)
+    for stages in (1, 2, 4):
+        assert_same(join(pool.run("pipeline.jobs:train", GROUPS, ranks=stages, **options)), expected)
 
 
 def test_drains_and_evaluations_anywhere_change_nothing(pool):

@@ -146,12 +146,21 @@ class Updater:
             self.after_update(group)
 
     def _correct_gradient(self, group: int, grads: Gradients) -> None:
+        self._untie(grads)
         banks = [w for v in self.versions for w in v.replica(group).weights]
         masters = [w for v in self.versions for w in v.master.weights]
         present = [(g, m, b) for g, m, b in zip(grads, masters, banks, strict=True) if g is not None]
         self.correction.gradient(
             [g for g, _, _ in present], [m for _, m, _ in present], [b for *_, b in present]
         )
+
+    def _untie(self, grads: Gradients) -> None:
+        """Tied weights share one gradient here: a correction, which works in place, would change it twice."""
+        seen: set[int] = set()
+        for index, grad in enumerate(grads):
+            if grad is not None and id(grad) in seen:
+                grads[index] = grad.clone()
+            seen.add(id(grad))
 
     def _squares(self, grads: Gradients) -> Tensor:
         """This rank's slots of the vector of squared norms; zero where another rank counts the parameter."""
@@ -180,14 +189,14 @@ class Updater:
                 rest = self._step(group, grads, norm)
             else:
                 self.skipped += 1
-                self._values.pop(group)
             waiting = next(rest, None)
             if waiting is None:
-                self._publish(targets, previous, finite)
+                self._publish(group, targets, previous, finite)
         if waiting is not None:  # the optimizer works in parts, and some are still under way
             yield from chain([waiting], rest)
             with self.timing(group):
-                self._publish(targets, previous, finite)
+                self._publish(group, targets, previous, finite)
+        self._values.pop(group)
         for index in self.peers.owned:
             self.parameters[index].grad = None
         for _, target in targets:
@@ -195,6 +204,7 @@ class Updater:
 
     def _publish(
         self,
+        group: int,
         targets: Sequence[tuple[Versions, Target]],
         previous: Sequence[list[Tensor] | None],
         finite: bool,
@@ -205,7 +215,8 @@ class Updater:
             new = [versions.master.weights[i] for i in versions.owned]
             if finite and target.read.kind == "bank":
                 params = [versions.master.parameters[i] for i in versions.owned]
-                self.correction.publish(banks, new, old, self.optimizer, params, versions.delay)
+                with self._hyperparameters(group):  # a correction may predict with the learning rate
+                    self.correction.publish(banks, new, old, self.optimizer, params, versions.delay)
             else:
                 copy_(banks, new)
 
@@ -230,20 +241,26 @@ class Updater:
                 mul_(list(unique.values()), factor)
         for index in self.peers.owned:
             self.parameters[index].grad = _as_gradient(self.parameters[index], grads[index])
-        recorded = self._values.pop(group)
+        rest: Iterator[Wait] = iter(())
+        first = None
+        with self._hyperparameters(group):
+            if isinstance(self.optimizer, InParts):
+                # Gradients and hyperparameters are taken at the first part, so the live values return at once.
+                rest = self.optimizer.step_in_parts()
+                first = next(rest, None)
+            else:
+                with torch.no_grad():
+                    self.optimizer.step()
+        return rest if first is None else chain([first], rest)
+
+    @contextlib.contextmanager
+    def _hyperparameters(self, group: int) -> Iterator[None]:
+        """Inside, the optimizer's hyperparameters are those that held when `group` entered."""
         live = [dict(entry) for entry in self.optimizer.param_groups]
-        for entry, values in zip(self.optimizer.param_groups, recorded, strict=True):
+        for entry, values in zip(self.optimizer.param_groups, self._values[group], strict=True):
             entry.update({key: value for key, value in values.items() if key not in self._own_keys})
         before = [dict(entry) for entry in self.optimizer.param_groups]
-        rest: Iterator[Wait] = iter(())
-        if isinstance(self.optimizer, InParts):
-            # Gradients and hyperparameters are taken at the first part, so the live values return at once.
-            rest = self.optimizer.step_in_parts()
-            first = next(rest, None)
-        else:
-            first = None
-            with torch.no_grad():
-                self.optimizer.step()
+        yield
         for entry, start, now in zip(self.optimizer.param_groups, before, live, strict=True):
             for key in list(entry):
                 if key == "params":
@@ -252,7 +269,6 @@ class Updater:
                     self._own_keys.add(key)  # a step counter, say: the optimizer's own business
                 elif key in now and key not in self._own_keys:
                     entry[key] = now[key]
-        return rest if first is None else chain([first], rest)
 
 
 class _Transaction:
