@@ -9,10 +9,13 @@ from slipstream import Schedule2BW, UserError
 M = 4
 
 
-def build(world, optimizer="adamw", tied=True, m=M, **options):
-    """A schedule over this rank's stage of the tiny model."""
+def build(world, optimizer="adamw", tied=True, m=M, frozen=False, **options):
+    """A schedule over this rank's stage of the tiny model; `frozen`: the tied weights are not trained."""
     first, last = tiny.cut(world.rank, world.size)
     module = tiny.Model(first, last, tied=tied)
+    for part in (module.embedding, module.head):
+        if frozen and part is not None:
+            part.requires_grad_(False)
     stage = PipelineStage(module, world.rank, world.size, torch.device("cpu"))
     if tied and world.size > 1:
         names = {0: "embedding.weight", world.size - 1: "head.weight"}
@@ -143,6 +146,8 @@ def broken(world, case):
     elif case == "input":
         schedule = build(world, timeout=3)
         step(world, schedule, 0) if first else schedule.step(torch.zeros(8))
+    elif case == "frozen tie":
+        build(world, frozen=True)
     elif case == "short batch":
         step(world, build(world), 0, rows=6)
     elif case == "no input":
@@ -158,13 +163,19 @@ def broken(world, case):
             step(world, schedule, 2)
 
 
-def lose(world, how):
-    """Rank 1 dies or stalls in the middle of group 3."""
+def frozen(world):
+    """Twelve groups of the same batch, embedding and head frozen."""
+    schedule = build(world, frozen=True)
+    return [loss for _ in range(12) for loss in step(world, schedule, 0)]
+
+
+def lose(world, how, flushed=0):
+    """Rank 1 dies or stalls in the middle of group 3; the first `flushed` groups are synchronous."""
     import os
     import signal
     import time
 
-    schedule = build(world, timeout=4)
+    schedule = build(world, timeout=4, synchronous=flushed)
     for group in range(10):
         if world.rank == 1 and group == 3:
             if how == "die":

@@ -40,7 +40,7 @@ def train(world, stages, mode, optimizer="adamw", tied=True, state=None, groups=
         shard_optimizer=mode == "zero1", timeout=30, **options,
     )  # fmt: skip
     if state is not None:
-        schedule.load_state_dict(state)
+        schedule.load_state_dict(state[world.rank] if isinstance(state, list) else state)
     losses = []
     for group in groups:
         x, y = (_share(t, data_rank, degree) for t in tiny.batch(group))
@@ -64,8 +64,42 @@ def train(world, stages, mode, optimizer="adamw", tied=True, state=None, groups=
         }
     return {
         "losses": losses, "weights": weights, "evaluated": [e.item() for e in evaluated], "held": held,
-        "state": schedule.state_dict() if mode != "fsdp" else None, "norms": dict(schedule.grad_norms),
+        "state": schedule.state_dict(), "norms": dict(schedule.grad_norms),
     }  # fmt: skip
+
+
+class Experts(torch.nn.Module):
+    """Rows go to one of two experts by their sign; an expert without rows has no gradient at all."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.plus, self.minus = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        rows, above = [], x[:, 0] > 0
+        for expert, mine in ((self.plus, above), (self.minus, ~above)):
+            if mine.any():
+                rows.append(expert(x[mine]))
+        return torch.cat(rows)
+
+
+def experts(world, sharded=False):
+    """One stage; with two data ranks each of them has rows of one sign only."""
+    alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
+    stage = PipelineStage(Experts(), 0, 1, torch.device("cpu"), group=alone)
+    schedule = Schedule2BW(
+        stage, 2, lambda output, target: (output - target).square().mean(), tiny.adamw, max_grad_norm=0.3,
+        data_group=dist.group.WORLD if world.size > 1 else None, shard_optimizer=sharded, timeout=30,
+    )  # fmt: skip
+    for group in range(6):
+        rows = torch.rand(2, 4, 3, generator=torch.Generator().manual_seed(group)) + 0.1
+        signed = [rows, -rows.flip(1)]
+        share = signed[world.rank] if world.size > 1 else torch.cat(signed, dim=1)
+        schedule.step(share.flatten(0, 1), target=torch.ones(share.shape[1] * 2, 3))
+    schedule.drain()
+    with schedule.gathered_master() as master:
+        return {name: p.detach().clone() for name, p in master.named_parameters()}
 
 
 def _share(tensor, data_rank, degree):

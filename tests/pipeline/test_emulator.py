@@ -116,7 +116,7 @@ def test_tied_weights_stay_equal_and_match_the_shared_parameter():
     assert emulator.master.embedding.weight is not emulator.master.head.weight
 
 
-def test_a_non_finite_group_is_skipped_and_counted():
+def test_a_non_finite_group_is_skipped_counted_and_logged(caplog):
     model = tiny.Model(tied=False)
     emulator = Emulator(
         model, M, lambda o, y: tiny.loss_fn(o, y) * scale, tiny.adamw, correction="error_feedback"
@@ -125,10 +125,12 @@ def test_a_non_finite_group_is_skipped_and_counted():
     for g in range(3):
         emulator.step(*tiny.batch(g))
     before = {name: p.clone() for name, p in emulator.master.state_dict().items()}
+    caplog.clear()
     moments = copy.deepcopy(emulator.optimizer.state_dict()["state"])
     scale = float("inf")
     emulator.step(*tiny.batch(3))
     assert emulator.skipped == 1
+    assert "group 3 is not finite" in caplog.text
     assert all(torch.equal(before[n], p) for n, p in emulator.master.state_dict().items())
     after = emulator.optimizer.state_dict()["state"]
     assert all(torch.equal(after[i]["exp_avg"], moments[i]["exp_avg"]) for i in moments)
@@ -210,6 +212,64 @@ def test_wrong_use_says_what_to_change():
         Emulator(None, M, tiny.loss_fn, tiny.adamw)
     with pytest.raises(UserError, match="error_feedback"):
         Emulator(model, M, tiny.loss_fn, tiny.adamw, correction="error_fedback")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1)}, "must be a callable"),
+        ({"loss_fn": None}, "needs loss_fn"),
+        ({"n_microbatches": 0}, "at least 1"),
+        ({"n_microbatches": 2.5}, "whole number"),
+        ({"max_grad_norm": -1.0}, "above 0"),
+        ({"correction": None}, "Did you mean 'none'"),
+        ({"delay": [1, 1]}, "one for each of the 1 stages"),
+        ({"mismatch": 2}, "cannot exceed the delay"),
+    ],
+)
+def test_wrong_arguments_say_what_to_change(options, words):
+    given = {"n_microbatches": M, "loss_fn": tiny.loss_fn, "optimizer": tiny.adamw, **options}
+    with pytest.raises(UserError, match=words):
+        Emulator(tiny.Model(tied=False), **given)
+
+
+def test_a_loss_without_a_gradient_is_refused():
+    with pytest.raises(UserError, match="does not depend on any trainable parameter"):
+        Emulator(tiny.Model(), M, lambda o, y: tiny.loss_fn(o.detach(), y), tiny.adamw).step(*tiny.batch(0))
+
+
+def test_a_step_that_failed_leaves_nothing_behind():
+    """Its first microbatches have gradients: they must not count in the step that is then made instead."""
+    expected, _ = emulate(tiny.Model(), tiny.adamw)
+    calls = 0
+
+    def fails_once(output, target):
+        nonlocal calls
+        calls += 1
+        return output if calls == 2 * M + 3 else tiny.loss_fn(output, target)
+
+    emulator = Emulator(tiny.Model(), M, fails_once, tiny.adamw, correction="none")
+    losses = [loss.item() for g in range(2) for loss in emulator.step(*tiny.batch(g))]
+    with pytest.raises(UserError, match="must return a scalar"):
+        emulator.step(*tiny.batch(2))
+    losses += [loss.item() for g in range(2, GROUPS) for loss in emulator.step(*tiny.batch(g))]
+    assert losses == expected
+
+
+@pytest.mark.parametrize(("saved", "now"), [(20, 0), (0, 20), (20, 7), (0, 5)])
+def test_a_state_loads_where_other_groups_are_synchronous(saved, now):
+    """Whatever the saved run would have read, group 5 reads z_5 after a flush; later groups follow the rule of now."""
+    options = {"correction": "error_feedback"}
+    first = Emulator(tiny.Model(), M, tiny.loss_fn, tiny.adamw, synchronous=saved, **options)
+    for g in range(5):
+        first.step(*tiny.batch(g))
+    second = Emulator(tiny.Model(), M, tiny.loss_fn, tiny.adamw, synchronous=now, **options)
+    second.load_state_dict(first.state_dict())
+    newest = [loss.item() for loss in first.eval(*tiny.batch(5))]
+    found = [loss.item() for loss in second.step(*tiny.batch(5))]
+    assert (found == pytest.approx(newest, rel=1e-6)) == (saved == 20 or now > 4)
+    for g in range(6, 30):
+        assert all(loss.isfinite() for loss in second.step(*tiny.batch(g)))
 
 
 def test_narrow_banks_keep_a_wide_master():

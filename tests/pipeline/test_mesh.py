@@ -64,3 +64,24 @@ def test_a_sharded_state_loads_into_an_unsharded_run(pool):
     tail = pool.run("pipeline.mesh_jobs:train", 2, "plain", state=state, groups=range(4, 8), ranks=2)
     for name, weight in whole(straight).items():
         assert (whole(tail)[name] - weight).norm() / weight.norm() < 1e-6, name
+
+
+@pytest.mark.parametrize("mode", ["zero1", "fsdp"])
+def test_a_sharded_run_goes_on_from_its_own_state_bit_for_bit(pool, mode):
+    straight = pool.run("pipeline.mesh_jobs:train", 2, mode, ranks=4)
+    head = pool.run("pipeline.mesh_jobs:train", 2, mode, groups=range(4), ranks=4)
+    states = [result["state"] for result in head]
+    state = merge_states(states) if mode == "zero1" else states  # FSDP: to each rank its own shards
+    tail = pool.run("pipeline.mesh_jobs:train", 2, mode, state=state, groups=range(4, 8), ranks=4)
+    for one, two, whole_run in zip(head, tail, straight, strict=True):
+        assert one["losses"] + two["losses"] == whole_run["losses"]
+        for name, weight in whole_run["weights"].items():
+            assert torch.equal(two["weights"][name], weight), name
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_expert_without_tokens_on_one_data_rank(pool, sharded):
+    expected = pool.run("pipeline.mesh_jobs:experts", ranks=1)[0]
+    for found in pool.run("pipeline.mesh_jobs:experts", sharded, ranks=2):
+        for name, weight in expected.items():
+            assert (found[name] - weight).norm() / weight.norm() < 1e-6, name

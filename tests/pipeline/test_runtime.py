@@ -1,5 +1,6 @@
 """The engine on real processes: bit-identical at P = 1, 2, 3, 4 and in the emulator."""
 
+import re
 import time
 
 import pytest
@@ -149,6 +150,11 @@ def test_a_group_that_is_not_finite_is_skipped_on_all_stages(pool):
     assert len(finite) == 7 * M
 
 
+def test_a_frozen_weight_shared_within_a_stage_needs_no_tie(pool):
+    losses = pool.run("pipeline.jobs:frozen", ranks=1)[0]
+    assert sum(losses[-M:]) < sum(losses[:M])
+
+
 def test_a_stop_asked_by_any_rank_reaches_all_at_one_group(pool):
     for asker in (0, 2):
         answers = pool.run("pipeline.jobs:stop", asker, ranks=3)
@@ -165,6 +171,7 @@ def test_a_stop_asked_by_any_rank_reaches_all_at_one_group(pool):
         ("missed parameters", "misses 1 trainable"),
         ("shapes", "Every microbatch must have the same shapes"),
         ("loss", "must return a scalar"),
+        ("frozen tie", "this parameter is frozen"),
         ("target", "only the last stage does"),
         ("input", "only the first stage does"),
         ("short batch", "cannot be cut into 4 equal microbatches"),
@@ -177,11 +184,13 @@ def test_wrong_use_says_what_to_change(pool, case, message):
         pool.run("pipeline.jobs:broken", case, ranks=2, timeout=60)
 
 
+@pytest.mark.parametrize("flushed", [0, 10])
 @pytest.mark.parametrize("how", ["die", "stall"])
-def test_a_lost_rank_stops_the_others_with_its_name(pool, how):
+def test_a_lost_rank_stops_the_others_with_its_name(pool, how, flushed):
     started = time.monotonic()
     with pytest.raises(StageError, match=r"stage 1 \(rank 1\)") as caught:
-        pool.run("pipeline.jobs:lose", how, ranks=3, timeout=60)
+        pool.run("pipeline.jobs:lose", how, flushed, ranks=3, timeout=60)
     assert time.monotonic() - started < 45
     assert "group" in str(caught.value)
     assert "microbatch" in str(caught.value)
+    assert not re.search(r"Stage \d Stage", str(caught.value)), "each stage says its name once"

@@ -181,7 +181,7 @@ def build_correction(spec: str | Correction, **options: Any) -> Correction:
         raise UserError(
             "Nesterov is an optimizer here: set the optimizer to 'nadamw' and the correction to 'none'."
         )
-    kind = _own(spec) if ":" in spec else CORRECTIONS.get(spec)
+    kind = _own(spec) if ":" in str(spec) else CORRECTIONS.get(spec)
     if kind is None:
         near = difflib.get_close_matches(str(spec), CORRECTIONS, 1) or ["error_feedback"]
         raise UserError(

@@ -17,7 +17,14 @@ from slipstream.pipeline.torch_stage import StageInfo
 from slipstream.pipeline.transport import Spec
 
 
-def check_arguments(last: bool, loss_fn: Any, optimizer: Any, n_microbatches: int, stages: int) -> None:
+def check_arguments(
+    last: bool,
+    loss_fn: Any,
+    optimizer: Any,
+    n_microbatches: int,
+    max_grad_norm: float | None,
+    stages: int = 1,
+) -> None:
     if optimizer is None or not callable(optimizer) or isinstance(optimizer, Optimizer):
         raise UserError(
             "optimizer must be a callable that takes the master module and returns a torch optimizer, for example "
@@ -25,6 +32,10 @@ def check_arguments(last: bool, loss_fn: Any, optimizer: Any, n_microbatches: in
         )
     if last and loss_fn is None:
         raise UserError("The last stage needs loss_fn(output, target).")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise UserError(f"max_grad_norm={max_grad_norm}: give a norm above 0, or None for no clipping.")
+    if not isinstance(n_microbatches, int) or n_microbatches < 1:
+        raise UserError(f"n_microbatches is {n_microbatches}; it must be a whole number of at least 1.")
     if n_microbatches < stages:
         raise UserError(
             f"2BW needs at least as many microbatches as stages: n_microbatches={n_microbatches} < {stages} stages. "
@@ -58,15 +69,23 @@ def check_sharding(presharded: bool, sharded: bool, data_group: ProcessGroup | N
 def named_ties(
     tied: dict[str, str | Sequence[str]] | None, shared: list[list[str]], module: nn.Module
 ) -> dict[str, list[str]]:
-    """Tied weights of this stage by name: those the user named, and those that were one Parameter."""
-    names = {name for name, _ in module.named_parameters()}
+    """Tied weights of this stage by name: those the user named, and those that were one Parameter.
+
+    Frozen ones never change, so they need no tie; one that is frozen on some of its stages could not stay equal.
+    """
+    trainable = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     ties: dict[str, list[str]] = {}
     for key, local in (tied or {}).items():
         ties[key] = [local] if isinstance(local, str) else list(local)
         for name in ties[key]:
-            if name not in names:
+            if name not in trainable:
                 raise UserError(f"tied={{{key!r}: {name!r}}}: this stage has no such parameter.")
-    for group in shared:
+            if not trainable[name]:
+                raise UserError(
+                    f"tied={{{key!r}: {name!r}}}: this parameter is frozen. Leave it out of tied on every stage, or "
+                    "train it on all of them."
+                )
+    for group in (names for names in shared if trainable[names[0]]):
         key = next((key for key, local in ties.items() if set(local) & set(group)), f"shared {group[0]}")
         ties[key] = sorted({*ties.get(key, []), *group}, key=[*group, *ties.get(key, [])].index)
     return ties

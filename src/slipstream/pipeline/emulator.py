@@ -21,10 +21,11 @@ from torch.optim import Optimizer
 from slipstream.errors import UserError
 from slipstream.optim.corrections import Correction, build_correction
 from slipstream.pipeline import state as states
+from slipstream.pipeline.checks import check_arguments
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.graphs import Graphs, Recorder
 from slipstream.pipeline.microbatches import Microbatch, as_predicate, check_loss, merged, split
-from slipstream.pipeline.peers import Alone
+from slipstream.pipeline.peers import Alone, Gradients
 from slipstream.pipeline.update import Updater, check_covers
 from slipstream.pipeline.versions import Prepare, Replica, Versions, refuse_changing_buffers, split_shared
 
@@ -53,10 +54,9 @@ class Emulator:
     ) -> None:
         if (module is None) == (stages is None):
             raise UserError("Give the Emulator either a module or stages=[modules], not both.")
-        if loss_fn is None or optimizer is None:
-            raise UserError("The Emulator needs loss_fn and optimizer (a callable that takes the master).")
-        if n_microbatches < 1:
-            raise UserError(f"n_microbatches is {n_microbatches}; it must be at least 1.")
+        check_arguments(True, loss_fn, optimizer, n_microbatches, max_grad_norm)
+        assert loss_fn is not None
+        assert optimizer is not None
         modules = [module] if module is not None else list(stages or [])
         self._module = module if module is not None else nn.ModuleList(modules)
         delays = _per_stage("delay", delay, len(modules))
@@ -112,16 +112,23 @@ class Emulator:
         updater.enter(group)
         updater.finish(max(versions.reads(group).index for versions in self._versions) - 1)
         chunks = split((x,), kwargs, y, self.n_microbatches)
-        losses = [self._microbatch(group, chunk) for chunk in chunks]
-        grads = []
-        for versions, accumulator in zip(self._versions, self._accumulators, strict=True):
-            grads.extend(accumulator.take(versions.replica(group)))
+        try:
+            losses = [self._microbatch(group, chunk) for chunk in chunks]
+        except BaseException:
+            self._take(group)  # or the next step would count what the first microbatches left
+            raise
+        grads = self._take(group)
         updater.finish_all()
         updater.begin(group, grads)
         if not self._in_slack:
             updater.finish_all()
         self.group += 1
         return losses
+
+    def _take(self, group: int) -> Gradients:
+        """The gradients collected so far; nothing is left behind."""
+        pairs = zip(self._versions, self._accumulators, strict=True)
+        return [g for versions, collected in pairs for g in collected.take(versions.replica(group))]
 
     def _microbatch(self, group: int, microbatch: Microbatch) -> Tensor:
         replicas = [versions.replica(group) for versions in self._versions]

@@ -22,6 +22,7 @@ from slipstream.errors import UserError
 from slipstream.lists import copy_, mul_
 from slipstream.pipeline.board import meet
 from slipstream.pipeline.peers import Gradients, Heard, Steps, Tally, Wait, sum_present, to_host
+from slipstream.pipeline.versions import local
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Mesh:
 
     def __init__(
         self,
-        sizes: Sequence[int],
+        parameters: Sequence[Tensor],
         ties: dict[str, list[int]],
         *,
         stage: int,
@@ -53,6 +54,9 @@ class Mesh:
         timeout_seconds: float,
     ) -> None:
         timeout = timedelta(seconds=timeout_seconds)
+        sizes = [p.numel() for p in parameters]
+        # What it takes to make a gradient, not the weights: a sharded master gives most of them back.
+        self._forms = [(p.shape, p.dtype, p.device) for p in map(local, parameters)]
         self.layout = _discover(sizes, ties, stage, stages, group, data_group)
         self._ties = ties
         # Two updates can be under way, and ranks need not agree which of "gather of g" and "reduce of g+1" comes
@@ -87,7 +91,14 @@ class Mesh:
     def reduce(self, grads: Gradients) -> Steps:
         if self._degree == 1 or self._presharded:
             return
-        yield from self._over_data_ranks([_present(grads, i) for i in range(len(grads))])
+        for index in range(len(grads)):
+            grads[index] = self._present(grads, index)
+        yield from self._over_data_ranks([grad for grad in grads if grad is not None])
+
+    def _present(self, grads: Gradients, index: int) -> Tensor:
+        """A gradient that others wait for; zeros where this rank has none (an expert that got no tokens)."""
+        found, (shape, dtype, device) = grads[index], self._forms[index]
+        return torch.zeros(shape, dtype=dtype, device=device) if found is None else found
 
     def _over_data_ranks(self, grads: list[Tensor]) -> Steps:
         buckets = []
@@ -110,7 +121,7 @@ class Mesh:
         for name, indices in sorted(self._ties.items()):
             total = sum_present([grads[index] for index in indices])
             if name in self._tie_groups and not (self._sharded and indices[0] not in self.owned):
-                total = torch.zeros_like(_present(grads, indices[0])) if total is None else total.clone()
+                total = self._present(grads, indices[0]) if total is None else total.clone()
                 work = dist.all_reduce(total, group=self._tie_groups[name], async_op=True)
                 assert work is not None
                 yield work
@@ -242,12 +253,6 @@ def _owners(sizes: Sequence[int], tied: set[int], degree: int) -> list[int]:
         owner[index] = 0 if index in tied else loads.index(min(loads))
         loads[owner[index]] += sizes[index]
     return owner
-
-
-def _present(grads: Gradients, index: int) -> Tensor:
-    grad = grads[index]
-    assert grad is not None, f"parameter {index} has no gradient on this rank, but the data axis needs one"
-    return grad
 
 
 def _flattened(tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:

@@ -54,6 +54,8 @@ def check_loss(loss: Any) -> Tensor:
         raise UserError(
             f"loss_fn must return a scalar tensor, not {seen}. Reduce it, for example with .mean()."
         )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise UserError("The loss does not depend on any trainable parameter. Is it detached, or all frozen?")
     return loss.reshape(())
 
 

@@ -10,7 +10,6 @@ norm, the reductions and the tied weights travel in the slack. Nothing here know
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -49,7 +48,6 @@ from slipstream.pipeline.versions import Prepare, Replica, Versions, refuse_chan
 from slipstream.schedule.actions import Kind
 from slipstream.schedule.timeline import Span
 
-logger = logging.getLogger("slipstream")
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
 
@@ -86,7 +84,9 @@ class Schedule2BW:
         link_latency: float = 0.0,
     ) -> None:
         self._stage = read_stage(stage)
-        check_arguments(self._stage.last, loss_fn, optimizer, n_microbatches, self._stage.count)
+        check_arguments(
+            self._stage.last, loss_fn, optimizer, n_microbatches, max_grad_norm, self._stage.count
+        )
         assert optimizer is not None
         self.n_microbatches = n_microbatches
         self.loss_fn = loss_fn
@@ -106,7 +106,7 @@ class Schedule2BW:
             self._peers: Alone | Mesh = Alone(len(names), list(indices.values()))
         else:
             self._peers = Mesh(
-                [p.numel() for p in parameters], indices,
+                parameters, indices,
                 stage=self._stage.index, stages=self._stage.count, group=self._stage.group,
                 data_group=data_group, sharded=shard_optimizer, presharded=presharded, timeout_seconds=timeout,
             )  # fmt: skip
@@ -384,6 +384,8 @@ class Schedule2BW:
         try:
             yield
         except StageError as error:
+            if self._failed is not None:  # told by an inner call, with this stage's name
+                raise
             self._failed = str(error)
             raise StageError(f"Stage {self._stage.index} {error}") from error.__cause__
         except BaseException as error:

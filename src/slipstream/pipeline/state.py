@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from slipstream.errors import CheckpointError, UserError
 from slipstream.lists import copy_
 from slipstream.pipeline.update import Updater
-from slipstream.pipeline.versions import Versions, local
+from slipstream.pipeline.versions import Versions, local, sharded_as
 
 FORMAT = 1
 State = dict[str, Any]
@@ -62,19 +62,11 @@ def restore(updater: Updater, state: State) -> None:
         )
     for versions in updater.versions:
         _require(versions.names, state["master"], "master")
+        owned = versions.owned  # where the optimizer is sharded, the rest of the master has no memory here
         copy_(
-            versions.master.weights, [_fit(versions, state["master"], i) for i in range(len(versions.names))]
+            [versions.master.weights[i] for i in owned], [_fit(versions, state["master"], i) for i in owned]
         )
-        banks: dict[int, list[Tensor]] = {}
-        shared: dict[tuple, list[Tensor]] = {}
-        for group, bank in sorted(state["banks"].items(), key=lambda item: int(item[0])):
-            if int(group) > updater_reach(state["group"], versions):
-                continue
-            _require(versions.names, bank, f"bank of group {group}")
-            tensors = [_fit(versions, bank, i) for i in range(len(versions.names))]
-            # Groups 0 and 1 read one bank: the same tensors stay one replica.
-            banks[int(group)] = shared.setdefault(tuple(t.data_ptr() for t in tensors), tensors)
-        versions.restore(banks)
+        versions.restore(_banks(versions, state))
         for name, buffer in versions.module.named_buffers():
             if name in state["buffers"]:
                 buffer.copy_(state["buffers"][name])
@@ -84,27 +76,50 @@ def restore(updater: Updater, state: State) -> None:
     updater.skipped = state["skipped"]
 
 
-def updater_reach(group: int, versions: Versions) -> int:
-    """The last group whose weights exist at the boundary before `group`."""
-    return group + versions.delay
+def _banks(versions: Versions, state: State) -> dict[int, list[Tensor]]:
+    """What each group reads whose weights exist at this boundary, by the rule as it is now.
+
+    Where `synchronous` or the delay is not what it was when the state was saved, a bank that was never published is
+    the master, as after a flush.
+    """
+    boundary = state["group"]
+    banks: dict[int, list[Tensor]] = {}
+    shared: dict[tuple, list[Tensor]] = {}
+    for group in range(boundary, boundary + versions.delay + 1):
+        read, bank = versions.reads(group), state["banks"].get(str(group))
+        if read.index > boundary:
+            continue  # published later
+        if bank is None or read.kind == "master":
+            bank = state["master"]
+        _require(versions.names, bank, f"bank of group {group}")
+        tensors = [_fit(versions, bank, i) for i in range(len(versions.names))]
+        # Groups that read the same tensors share a replica.
+        banks[group] = shared.setdefault(tuple(t.data_ptr() for t in tensors), tensors)
+    return banks
 
 
 def _fit(versions: Versions, tensors: Mapping[str, Tensor], index: int) -> Tensor:
     """The saved tensor of one parameter, as the local tensor this rank holds."""
-    name, parameter = versions.names[index], versions.master.parameters[index]
-    saved = tensors[name]
-    if isinstance(parameter, DTensor) and saved.shape == parameter.shape:
-        from torch.distributed.tensor import distribute_tensor
-
-        saved = local(
-            distribute_tensor(saved.to(parameter.device), parameter.device_mesh, parameter.placements)
-        )
+    name = versions.names[index]
+    saved = local(_placed(tensors[name], versions.master.parameters[index]))
     expected = versions.master.weights[index].shape
     if saved.shape != expected:
         raise CheckpointError(
             f"The saved '{name}' has shape {tuple(saved.shape)}, the model's has {tuple(expected)}. "
             "Load a state of the same model."
         )
+    return saved
+
+
+def _placed(saved: Tensor, parameter: Tensor) -> Tensor:
+    """A saved tensor of a parameter, whole or this rank's part of it, cut as the parameter is."""
+    if not isinstance(parameter, DTensor) or saved.ndim == 0:
+        return saved
+    if saved.shape == parameter.shape:
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return distribute_tensor(saved.to(parameter.device), mesh, placements, src_data_rank=None)
+    if saved.shape == local(parameter).shape:
+        return sharded_as(parameter, saved.to(parameter.device))
     return saved
 
 
@@ -118,6 +133,7 @@ def _require(names: Sequence[str], tensors: Mapping[str, Any], what: str) -> Non
 
 
 def _restore_optimizer(updater: Updater, state: State) -> None:
+    parameters = {id(p): p for p in updater.parameters}
     names = {id(v.master.parameters[i]): v.names[i] for v in updater.versions for i in v.owned}
     _require(list(names.values()), state["optimizer"], "optimizer")
     optimizer = updater.optimizer
@@ -133,19 +149,19 @@ def _restore_optimizer(updater: Updater, state: State) -> None:
         )
         groups.append({**values, "params": [numbers[id(p)] for p in entry["params"]]})
     slots = {
-        numbers[number]: {key: _own(value) for key, value in state["optimizer"][name].items()}
-        for number, name in names.items()
+        numbers[key]: {what: _own(value, parameters[key]) for what, value in state["optimizer"][name].items()}
+        for key, name in names.items()
         if state["optimizer"][name]
     }
     optimizer.load_state_dict({"state": slots, "param_groups": groups})
 
 
-def _own(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def _own(value: Any, parameter: Tensor) -> Any:
+    return _placed(value, parameter).clone() if isinstance(value, Tensor) else value
 
 
 def cloned(state: Any) -> Any:
-    """A state whose tensors no later step changes; on the CPU, detached."""
+    """A state whose tensors no later step changes."""
     if isinstance(state, Tensor):
         return local(state).clone()
     if isinstance(state, dict):

@@ -14,6 +14,7 @@ that it does not depend on how many stages there are.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from slipstream.errors import UserError
@@ -32,9 +32,10 @@ from slipstream.lists import copy_, mul_, norms
 from slipstream.optim.corrections import Correction
 from slipstream.pipeline.board import PeerLost
 from slipstream.pipeline.peers import Gradients, Heard, Peers, Tally, Wait
-from slipstream.pipeline.versions import Target, Versions
+from slipstream.pipeline.versions import Target, Versions, sharded_as
 from slipstream.torch_private import mark_stepped
 
+logger = logging.getLogger("slipstream")
 RECENT_GROUPS = 64  # how many groups back norms and skips can be asked for
 
 
@@ -189,6 +190,10 @@ class Updater:
                 rest = self._step(group, grads, norm)
             else:
                 self.skipped += 1
+                logger.warning(
+                    "The gradient of group %d is not finite: its update is skipped (%d so far).",
+                    group, self.skipped,
+                )  # fmt: skip
             waiting = next(rest, None)
             if waiting is None:
                 self._publish(group, targets, previous, finite)
@@ -240,7 +245,8 @@ class Updater:
                 unique = {id(g): g for i in self.peers.owned if (g := grads[i]) is not None}
                 mul_(list(unique.values()), factor)
         for index in self.peers.owned:
-            self.parameters[index].grad = _as_gradient(self.parameters[index], grads[index])
+            parameter, grad = self.parameters[index], grads[index]
+            parameter.grad = None if grad is None else sharded_as(parameter, grad)
         rest: Iterator[Wait] = iter(())
         first = None
         with self._hyperparameters(group):
@@ -339,14 +345,6 @@ def _sum(squared: Sequence[float]) -> float:
         return math.fsum(squared)
     except (OverflowError, ValueError):
         return math.nan
-
-
-def _as_gradient(parameter: nn.Parameter, grad: Tensor | None) -> Tensor | None:
-    if grad is None or not isinstance(parameter, DTensor):
-        return grad
-    return DTensor.from_local(
-        grad, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-    )
 
 
 def _frozen(value: Any) -> Any:

@@ -31,6 +31,15 @@ def local(tensor: Tensor) -> Tensor:
     return plain.to_local() if isinstance(plain, DTensor) else plain
 
 
+def sharded_as(parameter: Tensor, part: Tensor) -> Tensor:
+    """This rank's part of a tensor that is cut as `parameter` is; `part` itself where that is not cut."""
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
 @dataclass
 class Replica:
     """A module whose weights are a bank (or the master), and the groups that still read it."""

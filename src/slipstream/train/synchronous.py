@@ -81,7 +81,7 @@ class Synchronous:
             peers: Alone | Mesh = Alone(len(names), list(ties.values()))
         else:
             peers = Mesh(
-                [p.numel() for p in parameters], ties, stage=rank, stages=pipeline.stages, group=group,
+                parameters, ties, stage=rank, stages=pipeline.stages, group=group,
                 data_group=data_group, sharded=False, presharded=False,
                 timeout_seconds=config.train.timeout_seconds,
             )  # fmt: skip
