@@ -272,6 +272,53 @@ def test_a_state_loads_where_other_groups_are_synchronous(saved, now):
         assert all(loss.isfinite() for loss in second.step(*tiny.batch(g)))
 
 
+class Features(torch.nn.Module):
+    """Random features that are drawn once and saved; `counts` changes them in every forward."""
+
+    def __init__(self, seed, counts=False):
+        super().__init__()
+        self.register_buffer("table", torch.randn(3, 3, generator=torch.Generator().manual_seed(seed)))
+        self.head, self.counts = torch.nn.Linear(3, 3), counts
+        torch.nn.init.ones_(self.head.weight)
+
+    def forward(self, x):
+        if self.counts:
+            self.table += 1
+        return [self.head(x @ self.table), x]  # a list is handed on as a tuple is
+
+
+def featured(*parts):
+    return Emulator(
+        stages=[*parts, Add()],
+        n_microbatches=2,
+        loss_fn=lambda o, y: (o - y).square().mean(),
+        optimizer=tiny.momentum,
+    )
+
+
+class Add(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(3))
+
+    def forward(self, one, other):
+        return one + other + self.bias
+
+
+def test_buffers_of_a_state_reach_the_banks():
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    first, second = featured(Features(1)), featured(Features(2))
+    first.step(x, y)
+    second.load_state_dict(first.state_dict())
+    assert first.step(x, y) == second.step(x, y)
+
+
+def test_a_buffer_that_the_forward_changes_is_refused():
+    emulator = featured(Features(1, counts=True))
+    with pytest.raises(UserError, match=r"changed the buffer 'table'"):
+        emulator.step(torch.randn(4, 3), torch.randn(4, 3))
+
+
 def test_narrow_banks_keep_a_wide_master():
     """bf16 banks: gradients are summed in fp32 and the master never loses bits to the bank."""
     model = torch.nn.Linear(2, 1, bias=False)

@@ -146,11 +146,7 @@ class Emulator:
 
     def _loss(self, replicas: Sequence[Replica], microbatch: Microbatch) -> Tensor:
         args, kwargs, target = microbatch
-        output: Any = _flat(args)
-        for index, replica in enumerate(replicas):
-            inputs = output if isinstance(output, tuple) else (output,)
-            output = replica.call(*inputs, **(kwargs if index == 0 else {}))
-        return check_loss(self.loss_fn(output, target))
+        return check_loss(self.loss_fn(_through([r.call for r in replicas], args, kwargs), target))
 
     @contextlib.contextmanager
     def _newer_weights(self, group: int) -> Iterator[None]:
@@ -183,10 +179,7 @@ class Emulator:
         results: list[Any] = []
         with torch.no_grad():
             for args, options, target in split((x,), kwargs, y, self.n_microbatches):
-                output: Any = _flat(args)
-                for index, versions in enumerate(self._versions):
-                    inputs = output if isinstance(output, tuple) else (output,)
-                    output = versions.master.call(*inputs, **(options if index == 0 else {}))
+                output = _through([versions.master.call for versions in self._versions], args, options)
                 results.append(output if target is None else self.loss_fn(output, target).detach())
         self._module.train(was_training)
         return results if y is not None else [merged(results)]
@@ -216,6 +209,14 @@ def _always(group: int) -> bool:
 def _flat(args: tuple) -> tuple:
     """`step((a, b), y)` passes a and b; `step(x, y)` passes x."""
     return args[0] if len(args) == 1 and isinstance(args[0], tuple) else args
+
+
+def _through(calls: Sequence[Callable[..., Any]], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What the chain of stages makes of a microbatch."""
+    output = calls[0](*_flat(args), **kwargs)
+    for call in calls[1:]:
+        output = call(*output) if isinstance(output, tuple | list) else call(output)
+    return output
 
 
 def _per_stage(what: str, value: int | Sequence[int], count: int) -> list[int]:

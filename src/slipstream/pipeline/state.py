@@ -67,9 +67,10 @@ def restore(updater: Updater, state: State) -> None:
             [versions.master.weights[i] for i in owned], [_fit(versions, state["master"], i) for i in owned]
         )
         versions.restore(_banks(versions, state))
-        for name, buffer in versions.module.named_buffers():
-            if name in state["buffers"]:
-                buffer.copy_(state["buffers"][name])
+        for module in (versions.module, *(replica.module for replica in versions.replicas)):
+            for name, buffer in module.named_buffers():
+                if name in state["buffers"]:
+                    buffer.copy_(state["buffers"][name])
     _restore_optimizer(updater, state)
     updater.correction.load_state_dict(state["correction"])
     updater.completed = state["group"]

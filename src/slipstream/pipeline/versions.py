@@ -10,7 +10,7 @@ backward, so `delay + 1` replicas are enough.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -80,6 +80,8 @@ class Versions:
         self.master = _replica(master, None, prepare)
         self.owned = list(range(len(self.names)))  # fewer where the optimizer is sharded
         self._reading: dict[int, Replica] = {}
+        saved = master.state_dict()  # a buffer that is not in it is a cache
+        self._buffers = [name for name, _ in master.named_buffers() if name in saved]
         for target in self.targets(0):
             copy_(target.replica.weights, self.master.weights)
 
@@ -93,7 +95,10 @@ class Versions:
 
     def release(self, group: int) -> None:
         """The last backward of `group` is done: nothing of it reads its replica any more."""
-        self._reading.pop(group).readers.discard(group)
+        replica = self._reading.pop(group)
+        replica.readers.discard(group)
+        refuse_changed_buffers(self._buffers, self.module, replica.module)
+        self._buffers = []  # the first group tells
 
     def targets(self, index: int) -> list[Target]:
         """Where z_index and b_index go, and note their readers. Called once for each index, in order."""
@@ -181,4 +186,15 @@ def refuse_changing_buffers(module: nn.Module) -> None:
                 f"'{name or type(child).__name__}' changes its running statistics in the forward, which weight "
                 "versions cannot follow. Use a norm without running statistics (LayerNorm, RMSNorm, GroupNorm) "
                 "or track_running_stats=False."
+            )
+
+
+def refuse_changed_buffers(names: Sequence[str], master: nn.Module, replica: nn.Module) -> None:
+    """The same for any other module, once its forwards have run."""
+    for name in names:
+        before, after = master.get_buffer(name), replica.get_buffer(name)
+        if not torch.equal(before, after) and not before.isnan().any():  # not a number is never equal
+            raise UserError(
+                f"The forward changed the buffer '{name}', which weight versions cannot follow: each copy of the "
+                "module has its own. Keep it outside the module, or make it persistent=False if it is a cache."
             )
