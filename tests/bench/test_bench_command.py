@@ -32,7 +32,7 @@ def run(arguments: str) -> None:
 
 
 def test_json_has_the_promised_fields(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    picture = tmp_path / "timeline.svg"
+    picture = tmp_path / "new" / "timeline.svg"
     run(f"--work sleep --microbatches 2,4 --rounds 1 --updates 2 --clip --json --plot {picture}")
     rows = json.loads(capsys.readouterr().out)
     assert [row["microbatches"] for row in rows] == [2, 4]
@@ -77,6 +77,10 @@ def test_the_table_names_every_contender(capsys: pytest.CaptureFixture[str]) -> 
         ("--updates 1", "2 updates or more"),
         ("--rounds 0", "1 round or more"),
         ("--plot picture.bmp", ".html"),
+        ("--stages 0", "--stages to 2 or more"),
+        ("--in-flight 9", "set in_flight from 2"),
+        ("--correction fedback", "Did you mean"),
+        ("--link-latency-ms -1", "must not be negative"),
     ],
 )
 def test_mistakes_end_with_2_and_say_what_to_change(

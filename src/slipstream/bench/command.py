@@ -71,6 +71,9 @@ def run(request: Request, *, plot: Path | None, out: Path | None, as_json: bool)
     if plot is not None:
         check_plottable(plot)
     works, against = request.works(), parse_rivals(request.rivals)
+    for path in (plot, out):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)  # now, not when all has been measured
     on_gpu = request.device == "cuda"
     notes, console = Console(stderr=True, highlight=False), Console(highlight=False)
     cores = os.cpu_count() or 1

@@ -24,6 +24,8 @@ from slipstream.distributed.world import device_for
 from slipstream.errors import UserError
 from slipstream.models.loss import TokenLoss
 from slipstream.models.sizes import ModelConfig
+from slipstream.optim.corrections import build_correction
+from slipstream.schedule.asynchronous import warm_up_2bw
 
 KINDS = ("compute", "sleep", "empty", "language")
 CPU = torch.device("cpu")
@@ -64,6 +66,10 @@ class Work:
                 f"{self.microbatches} microbatches cannot fill {self.stages} stages. "
                 f"Set --microbatches to {self.stages} or more."
             )
+        if self.link_latency_seconds < 0:
+            raise UserError(f"--link-latency-ms {self.link_latency_seconds * 1e3:g} must not be negative.")
+        warm_up_2bw(self.stages, self.microbatches, self.in_flight)  # refuses what our schedule cannot keep
+        build_correction(self.correction)
 
     @property
     def blocks(self) -> int:

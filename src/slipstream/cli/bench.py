@@ -18,7 +18,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.callback(invoke_without_command=True)
 def pipeline(
     context: typer.Context,
-    stages: Annotated[int | None, typer.Option(help="Pipeline stages P, one process each.")] = None,
+    stages: Annotated[
+        int | None, typer.Option(help="Pipeline stages P, one process each; default: 2.")
+    ] = None,
     microbatches: Annotated[
         str | None, typer.Option(help="Microbatches per update, one run for each; default: P, 2P, 4P.")
     ] = None,
@@ -68,7 +70,7 @@ def pipeline(
     if probe:
         run_probe(partitions or 4, as_json, out)
         return
-    count = stages or partitions or 2
+    count = (partitions or 2) if stages is None else stages
     run(
         Request(
             stages=count,
