@@ -67,6 +67,18 @@ def test_two_stages_by_two_data_ranks(runs, reference, sharded):
     assert first == pytest.approx(reference.events("2bw", "step")[0]["loss"], rel=1e-6)
 
 
+def test_a_run_with_a_sharded_optimizer_resumes_bit_for_bit(runs):
+    settings = ["pipeline.stages=2", "pipeline.data_ranks=2", "pipeline.shard_optimizer=true", "train.steps=8"]
+    runs.train("whole", *settings, "checkpoint.every=4")
+    shutil.copytree(runs.folder / "whole", runs.folder / "half")
+    for path in checkpoint.committed(runs.folder / "half" / "checkpoints"):
+        if path != checkpoint.folder_of(runs.folder / "half" / "checkpoints", 4):
+            shutil.rmtree(path)
+    runs.train("half", *settings, "checkpoint.every=4")
+    assert runs.events("half", "start")[-1]["resumed"]
+    assert apart(runs.weights("whole"), runs.weights("half")) == 0
+
+
 def test_why_single_matrices_of_muon_part_further():
     """A gradient of rank 4 in a matrix of 16 x 16, and 1e-7 of noise: what comes out differs by far more."""
     generator = torch.Generator().manual_seed(0)
