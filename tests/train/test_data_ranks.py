@@ -68,7 +68,12 @@ def test_two_stages_by_two_data_ranks(runs, reference, sharded):
 
 
 def test_a_run_with_a_sharded_optimizer_resumes_bit_for_bit(runs):
-    settings = ["pipeline.stages=2", "pipeline.data_ranks=2", "pipeline.shard_optimizer=true", "train.steps=8"]
+    settings = [
+        "pipeline.stages=2",
+        "pipeline.data_ranks=2",
+        "pipeline.shard_optimizer=true",
+        "train.steps=8",
+    ]
     runs.train("whole", *settings, "checkpoint.every=4")
     shutil.copytree(runs.folder / "whole", runs.folder / "half")
     for path in checkpoint.committed(runs.folder / "half" / "checkpoints"):

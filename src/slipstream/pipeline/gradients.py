@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from slipstream.lists import add_, copy_
+from slipstream.optim.sharded import local  # a gradient has no graph to be detached from
 from slipstream.pipeline.peers import Gradients
-from slipstream.pipeline.versions import Replica, local
+from slipstream.pipeline.versions import Replica
 
 
 class Accumulator:

@@ -27,6 +27,8 @@ def split(args: tuple, kwargs: dict[str, Any], target: Any, count: int) -> list[
             f"A batch of {size} rows cannot be cut into {count} equal microbatches. Give a multiple of {count} rows "
             "(drop or pad a short last batch) or change n_microbatches."
         )
+    if count == 1:
+        return [(args, kwargs, target)]
     each = size // count
     parts = [
         [leaf[index * each : (index + 1) * each] for index in range(count)] if cut else [leaf] * count
