@@ -105,6 +105,29 @@ def test_stages_with_delays_of_their_own():
         assert [loss.item() for loss in emulator.step(x, y)] == expected
 
 
+class InPlace(torch.optim.SGD):
+    """Changes the gradients it is given, as torch's own list operations do on a GPU (Nesterov, weight decay)."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_changes_gradients_in_place_changes_each_once():
+    """Tied weights have a gradient each: halved twice, they would learn at half the rate."""
+
+    def master(make):
+        return emulate(tiny.Model(tied=True), make, max_grad_norm=0.5)[1].master.parameters()
+
+    halved = master(lambda module: InPlace(module.parameters(), lr=0.1))
+    plain = master(lambda module: torch.optim.SGD(module.parameters(), lr=0.05))
+    for one, other in zip(halved, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
 def test_tied_weights_stay_equal_and_match_the_shared_parameter():
     shared = tiny.Model()
     expected, _ = reference.train(

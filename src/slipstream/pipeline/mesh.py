@@ -21,7 +21,7 @@ from torch import Tensor
 from slipstream.errors import UserError
 from slipstream.lists import copy_, mul_
 from slipstream.pipeline.board import meet
-from slipstream.pipeline.peers import Gradients, Heard, Steps, Tally, Wait, sum_present, to_host
+from slipstream.pipeline.peers import Gradients, Heard, Steps, Tally, Wait, hand_out, sum_present, to_host
 from slipstream.pipeline.versions import local
 
 
@@ -125,8 +125,7 @@ class Mesh:
                 work = dist.all_reduce(total, group=self._tie_groups[name], async_op=True)
                 assert work is not None
                 yield work
-            for index in indices:
-                grads[index] = total
+            hand_out(total, grads, indices)
 
     def exchange(self, squares: Tensor, tally: Tally) -> Generator[Wait, None, Heard]:
         mine = yield from to_host(squares)

@@ -96,9 +96,7 @@ class Alone:
 
     def tie(self, grads: Gradients) -> Steps:
         for tie in self.ties:
-            total = sum_present([grads[index] for index in tie])
-            for index in tie:
-                grads[index] = total
+            hand_out(sum_present([grads[index] for index in tie]), grads, tie)
         yield from ()
 
     def exchange(self, squares: Tensor, tally: Tally) -> Generator[Wait, None, Heard]:
@@ -118,6 +116,12 @@ def sum_present(tensors: Sequence[Tensor | None]) -> Tensor | None:
     for other in present[1:]:
         total = total + other
     return total
+
+
+def hand_out(total: Tensor | None, grads: Gradients, tie: Sequence[int]) -> None:
+    """To each of the tied parameters a tensor of its own: corrections and optimizers may change gradients in place."""
+    for index in tie:
+        grads[index] = total if total is None or index == tie[0] else total.clone()
 
 
 def to_host(vector: Tensor) -> Generator[Wait, None, list[float]]:

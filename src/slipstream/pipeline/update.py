@@ -147,21 +147,12 @@ class Updater:
             self.after_update(group)
 
     def _correct_gradient(self, group: int, grads: Gradients) -> None:
-        self._untie(grads)
         banks = [w for v in self.versions for w in v.replica(group).weights]
         masters = [w for v in self.versions for w in v.master.weights]
         present = [(g, m, b) for g, m, b in zip(grads, masters, banks, strict=True) if g is not None]
         self.correction.gradient(
             [g for g, _, _ in present], [m for _, m, _ in present], [b for *_, b in present]
         )
-
-    def _untie(self, grads: Gradients) -> None:
-        """Tied weights share one gradient here: a correction, which works in place, would change it twice."""
-        seen: set[int] = set()
-        for index, grad in enumerate(grads):
-            if grad is not None and id(grad) in seen:
-                grads[index] = grad.clone()
-            seen.add(id(grad))
 
     def _squares(self, grads: Gradients) -> Tensor:
         """This rank's slots of the vector of squared norms; zero where another rank counts the parameter."""
@@ -242,8 +233,7 @@ class Updater:
         if self.max_grad_norm is not None:
             factor = self.max_grad_norm / (norm + 1e-6)
             if factor < 1.0:
-                unique = {id(g): g for i in self.peers.owned if (g := grads[i]) is not None}
-                mul_(list(unique.values()), factor)
+                mul_([g for i in self.peers.owned if (g := grads[i]) is not None], factor)
         for index in self.peers.owned:
             parameter, grad = self.parameters[index], grads[index]
             parameter.grad = None if grad is None else sharded_as(parameter, grad)
