@@ -7,6 +7,7 @@ import torch
 
 from pipeline import reference, tiny
 from slipstream import Emulator, UserError
+from slipstream.pipeline.state import merge_states
 
 M, GROUPS = 4, 12
 
@@ -358,3 +359,35 @@ def test_narrow_banks_keep_a_wide_master():
     emulator.step(x, y)
     assert emulator.master.weight.dtype == torch.float32
     torch.testing.assert_close(emulator.master.weight.data, torch.full((1, 2), 1 - 1e-4 * 259 / 4))
+
+
+def test_what_a_correction_remembers_of_a_tensor_goes_where_the_tensor_goes():
+    """Two stages' states, joined, in one process: as if that had trained from the start."""
+    correction = "slipstream.optim.adaptive:AdaptiveErrorFeedback"
+    _, whole = emulate(tiny.Model(tied=False), tiny.adamw, groups=8, correction=correction)
+    states = []
+    for part in range(2):
+        # One process holds both parts; of its state each "stage" keeps what is its own.
+        emulator = Emulator(
+            stages=[tiny.Model(*tiny.cut(s, 2), tied=False) for s in range(2)],
+            n_microbatches=M,
+            loss_fn=tiny.loss_fn,
+            optimizer=tiny.adamw,
+            correction=correction,
+        )
+        for g in range(8):
+            emulator.step(*tiny.batch(g))
+        state = emulator.state_dict()
+        names = {name for name, _ in tiny.Model(*tiny.cut(part, 2), tied=False).named_parameters()}
+        assert len(state["memory"]) > len(names)
+        for section in ("master", "optimizer", "hyper", "memory"):
+            state[section] = {name: state[section][name] for name in names}
+        state["banks"] = {
+            group: {name: bank[name] for name in names} for group, bank in state["banks"].items()
+        }
+        states.append(state)
+    joined = Emulator(tiny.Model(tied=False), M, tiny.loss_fn, tiny.adamw, correction)
+    joined.load_state_dict(merge_states(states[::-1]))
+    for g in range(8, 12):
+        expected = [loss.item() for loss in whole.step(*tiny.batch(g))]
+        assert [loss.item() for loss in joined.step(*tiny.batch(g))] == expected

@@ -18,7 +18,6 @@ the host, and a result that depends on that tensor alone.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +60,6 @@ class AdaptiveErrorFeedback(Correction):
             )
         self.lam, self.memory, self.low, self.high = lam, memory, low, high
         self._steps: dict[int, _Step] = {}  # by the address of the master's tensor
-        self._loaded: list[list[float]] = []
 
     def gradient(self, grads: list[Tensor], master: list[Tensor], bank: list[Tensor]) -> None:
         for newest, read in zip(master, bank, strict=True):
@@ -106,22 +104,37 @@ class AdaptiveErrorFeedback(Correction):
         """λ of each tensor now, in the order of the parameters."""
         return [float(step.lam) for step in self._steps.values()]
 
-    def state_dict(self) -> dict[str, Any]:
-        rows = [[float(getattr(step, item.name)) for item in fields(_Step)] for step in self._steps.values()]
-        return {"steps": rows}
+    def memory_of(self, tensor: Tensor) -> dict[str, float]:
+        step = self._steps.get(tensor.data_ptr())
+        return {} if step is None else {item.name: float(getattr(step, item.name)) for item in fields(_Step)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._steps.clear()
-        self._loaded = [list(row) for row in state["steps"]]
+    def remember(self, tensor: Tensor, memory: dict[str, float]) -> None:
+        self._steps.pop(tensor.data_ptr(), None)
+        if memory:
+            self._steps[tensor.data_ptr()] = _made(tensor, **memory)
 
     def _step(self, tensor: Tensor) -> _Step:
-        """The memory of a tensor; after a restart the saved ones are handed out in the same order."""
         if tensor.data_ptr() not in self._steps:
-            values = self._loaded.pop(0) if self._loaded else [self.lam, self.lam, 0.0, 0.0, 0.0, 0.0, 0.0]
-            *scalars, count = values
-            made = [torch.tensor(value, dtype=torch.float32, device=tensor.device) for value in scalars]
-            self._steps[tensor.data_ptr()] = _Step(*made, count=int(count))
+            self._steps[tensor.data_ptr()] = _made(tensor, self.lam, self.lam)
         return self._steps[tensor.data_ptr()]
+
+
+def _made(
+    tensor: Tensor,
+    lam: float,
+    lam_before: float,
+    size: float = 0.0,
+    size_before: float = 0.0,
+    inner: float = 0.0,
+    square: float = 0.0,
+    count: float = 0,
+) -> _Step:
+    """On the tensor's device."""
+    on_device = [
+        torch.tensor(value, dtype=torch.float32, device=tensor.device)
+        for value in (lam, lam_before, size, size_before, inner, square)
+    ]
+    return _Step(*on_device, count=int(count))
 
 
 class SplitErrorFeedback(Correction):

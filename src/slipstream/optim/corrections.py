@@ -54,7 +54,15 @@ class Correction:
         """Write `banks` from z_{g+1} (`new`) and z_g (`old`, often the banks; it is overwritten)."""
         copy_(banks, new)
 
+    def memory_of(self, tensor: Tensor) -> dict[str, float]:
+        """What is remembered of one tensor of the master; a checkpoint keeps it under the parameter's name."""
+        return {}
+
+    def remember(self, tensor: Tensor, memory: dict[str, float]) -> None:
+        """The reverse of `memory_of`, for a tensor that may live in another process than before."""
+
     def state_dict(self) -> dict[str, Any]:
+        """What belongs to no tensor, and is the same on every stage."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

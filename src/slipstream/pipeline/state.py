@@ -20,7 +20,7 @@ from slipstream.pipeline.versions import Versions, local, sharded_as
 
 FORMAT = 1
 State = dict[str, Any]
-SECTIONS = ("master", "optimizer", "hyper", "buffers")
+SECTIONS = ("master", "optimizer", "hyper", "buffers", "memory")
 
 
 def capture(updater: Updater) -> State:
@@ -34,6 +34,7 @@ def capture(updater: Updater) -> State:
         "optimizer": {},
         "hyper": {},
         "buffers": {},
+        "memory": {},  # the correction's, of single tensors
         "correction": updater.correction.state_dict(),
     }
     hyper = {
@@ -47,6 +48,8 @@ def capture(updater: Updater) -> State:
             state["master"][name] = versions.master.weights[index]
             state["optimizer"][name] = dict(updater.optimizer.state.get(parameter, {}))
             state["hyper"][name] = hyper[id(parameter)]
+            if memory := updater.correction.memory_of(versions.master.weights[index]):
+                state["memory"][name] = memory
         for group, replica in versions.banks().items():
             bank = state["banks"].setdefault(str(group), {})
             bank.update({name: replica.weights[index] for name, _, index in owned})
@@ -71,6 +74,9 @@ def restore(updater: Updater, state: State) -> None:
             for name, buffer in module.named_buffers():
                 if name in state["buffers"]:
                     buffer.copy_(state["buffers"][name])
+        for i in owned:
+            memory = state.get("memory", {}).get(versions.names[i], {})
+            updater.correction.remember(versions.master.weights[i], memory)
     _restore_optimizer(updater, state)
     updater.correction.load_state_dict(state["correction"])
     updater.completed = state["group"]
@@ -193,7 +199,7 @@ def merge_states(states: Sequence[State]) -> State:
     merged: State = {**states[0], **{section: {} for section in SECTIONS}, "banks": {}}
     for state in states:
         for section in SECTIONS:
-            _union(merged[section], state[section], section)
+            _union(merged[section], state.get(section, {}), section)
         for group, bank in state["banks"].items():
             _union(merged["banks"].setdefault(group, {}), bank, f"bank of group {group}")
     return merged
