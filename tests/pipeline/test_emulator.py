@@ -343,6 +343,27 @@ def test_a_buffer_that_the_forward_changes_is_refused():
         emulator.step(torch.randn(4, 3), torch.randn(4, 3))
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_run_under_one_autocast_reads_new_weights_in_every_group(delay):
+    def emulator():
+        return Emulator(tiny.Model(tied=True), 2, tiny.loss_fn, tiny.adamw, delay=delay)
+
+    def autocast():
+        return torch.autocast("cpu", torch.bfloat16)
+
+    inside, each = emulator(), emulator()
+    expected = []
+    for g in range(5):
+        with autocast():
+            expected += each.step(*tiny.batch(g))
+    with autocast():
+        found = [loss for g in range(5) for loss in inside.step(*tiny.batch(g))]
+        assert torch.equal(torch.stack(found), torch.stack(expected))
+        seen = torch.stack(inside.eval(*tiny.batch(9)))
+    with autocast():
+        assert torch.equal(seen, torch.stack(each.eval(*tiny.batch(9))))
+
+
 def test_narrow_banks_keep_a_wide_master():
     """bf16 banks: gradients are summed in fp32 and the master never loses bits to the bank."""
     model = torch.nn.Linear(2, 1, bias=False)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline import tiny
 from slipstream import Emulator, UserError
@@ -12,6 +13,7 @@ from slipstream.models.stages import build_model
 from slipstream.optim.build import build
 from slipstream.pipeline import graphs
 from slipstream.pipeline.graphs import PLAIN_GROUPS, CudaGraphs
+from slipstream.torch_private import tree_leaves
 
 GROUPS = 14
 
@@ -167,6 +169,58 @@ def test_a_restored_state_goes_on_in_place():
         assert [x.item() for x in emulator.step(*tiny.batch(g))] == [
             x.item() for x in plain.step(*tiny.batch(g))
         ]
+
+
+def test_after_an_earlier_state_is_loaded_recordings_are_replayed_again():
+    recorder = Again()
+    emulator = Emulator(tiny.Model(tied=True), 1, tiny.loss_fn, tiny.momentum, recorder=recorder)
+    early = emulator.state_dict()
+    for g in range(GROUPS):
+        emulator.step(*tiny.batch(g))
+    emulator.load_state_dict(early)
+    replayed = recorder.replayed
+    losses = [emulator.step(*tiny.batch(g))[0].item() for g in range(GROUPS)]
+    assert recorder.replayed - replayed >= GROUPS - 1
+    plain = Emulator(tiny.Model(tied=True), 1, tiny.loss_fn, tiny.momentum)
+    assert losses == [plain.step(*tiny.batch(g))[0].item() for g in range(GROUPS)]
+
+
+class Reads(TorchDispatchMode):
+    """Which memory was read."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        leaves = tree_leaves((args, kwargs))
+        self.seen |= {leaf.data_ptr() for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_recording_reads_the_weights_and_not_what_autocast_made_of_them():
+    """Its casts are kept for as long as the context lasts: here through the call before the recording."""
+
+    class Capture(Again):
+        def record(self, body):
+            body()
+            with Reads() as reads:
+                body()
+            missed.extend(
+                name
+                for versions in emulator._versions
+                for name in versions.names
+                if not any(r.module.get_parameter(name).data_ptr() in reads.seen for r in versions.replicas)
+            )
+            return super().record(body)
+
+    missed, recorder = [], Capture()
+    emulator = Emulator(tiny.Model(tied=False), 2, tiny.loss_fn, tiny.momentum, recorder=recorder)
+    for g in range(GROUPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            emulator.step(*tiny.batch(g))
+    assert recorder.recorded == 2
+    assert missed == []
 
 
 def test_a_mismatch_cannot_be_recorded():

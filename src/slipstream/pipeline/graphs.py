@@ -116,7 +116,7 @@ class Graphs:
             if recording is None:
                 return None
             self._recordings[key] = recording
-        if recording.group not in (-1, group) and recording.group >= completed:
+        if completed <= recording.group < group:  # a later one is of before an earlier state was loaded
             return None
         recording.group = group
         copy_(recording.inputs, tensors)
@@ -134,9 +134,13 @@ class Graphs:
         held = tree_map(lambda leaf: next(fixed) if isinstance(leaf, Tensor) else leaf, microbatch)
 
         def body() -> Computed:
+            # Where the caller is under autocast, casts of the weights are kept until it ends. A recording has to make
+            # its own: those made before it would be of weights, and in memory, that are gone when it is replayed.
+            torch.clear_autocast_cache()
             loss = self._loss(replicas, held)
             seed = torch.full_like(loss, 1.0 / self._count)
             found = torch.autograd.grad(loss, parameters, seed, allow_unused=True)
+            torch.clear_autocast_cache()  # nor may its own serve anyone else
             return loss.detach(), _own(found, parameters)
 
         try:

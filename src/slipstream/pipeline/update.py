@@ -193,6 +193,7 @@ class Updater:
             with self.timing(group):
                 self._publish(group, targets, previous, finite)
         self._values.pop(group)
+        torch.clear_autocast_cache()  # of a caller under autocast: its casts are of the weights before
         for index in self.peers.owned:
             self.parameters[index].grad = None
         for _, target in targets:
