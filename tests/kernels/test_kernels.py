@@ -17,6 +17,8 @@ from slipstream.kernels.compiler import INTERPRETED, runs_on
 from slipstream.kernels.divide import divided
 from slipstream.kernels.symmetric import symmetric_product
 from slipstream.lists import add_, extrapolate, lerp_and_add
+from slipstream.optim import newton_schulz
+from slipstream.optim.newton_schulz import orthogonalise
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Triton's interpreter has no bf16 products.
@@ -84,6 +86,21 @@ def test_extrapolation(in_place):
     extrapolate(outs, starts, ends, 2.5)
     dtype = torch.float32 if in_place else HALF
     torch.testing.assert_close(outs, [e.to(dtype) for e in expected], rtol=1e-2, atol=1e-2)
+
+
+def test_lists_of_nothing():
+    """What a rank holds of matrices that have fewer rows than there are ranks."""
+    targets, others = [torch.empty(0, 5, device=DEVICE)], [torch.empty(0, 5, dtype=HALF, device=DEVICE)]
+    add_(targets, others)
+    assert targets[0].shape == (0, 5)
+
+
+@pytest.mark.parametrize("shape", [(7, 24, 40), (7, 40, 24)])
+def test_more_matrices_than_a_launch_takes_come_out_the_same(shape, monkeypatch):
+    stack = some(shape, torch.bfloat16)
+    together = orthogonalise(stack.clone())
+    monkeypatch.setattr(newton_schulz, "MOST_MATRICES", 3)
+    assert torch.equal(orthogonalise(stack), together)
 
 
 @pytest.mark.skipif(INTERPRETED or DEVICE.type == "cuda", reason="the kernels run in this process already")

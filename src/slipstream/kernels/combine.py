@@ -20,7 +20,7 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from slipstream.kernels.compiler import runs_on
+from slipstream.kernels.compiler import launching_on, runs_on
 
 Tensors = Sequence[Tensor]
 
@@ -69,10 +69,13 @@ def combine(
     device, sizes = outs[0].device, tuple(out.numel() for out in outs)
     addresses = array("q", [tensor.data_ptr() for tensors in (outs, xs, ys, others) for tensor in tensors])
     blocks = _blocks(sizes, device)
-    combine_lists[(len(blocks),)](  # pyright: ignore[reportIndexIssue]
-        _on_device(torch.frombuffer(addresses, dtype=torch.int64), device), blocks, len(outs), a, b, c, d,
-        out_type=types[outs[0].dtype], x_type=types[xs[0].dtype], y_type=types[ys[0].dtype],
-        also_type=types[others[0].dtype] if others else None,
-        aligned=reduce(or_, addresses) % 16 == 0 and reduce(or_, sizes) % 16 == 0,
-        BLOCK=_BLOCK, PIECE=_PIECE, num_warps=4,
-    )  # fmt: skip
+    if not len(blocks):  # a shard may hold nothing of any tensor
+        return
+    with launching_on(device):
+        combine_lists[(len(blocks),)](  # pyright: ignore[reportIndexIssue]
+            _on_device(torch.frombuffer(addresses, dtype=torch.int64), device), blocks, len(outs), a, b, c, d,
+            out_type=types[outs[0].dtype], x_type=types[xs[0].dtype], y_type=types[ys[0].dtype],
+            also_type=types[others[0].dtype] if others else None,
+            aligned=reduce(or_, addresses) % 16 == 0 and reduce(or_, sizes) % 16 == 0,
+            BLOCK=_BLOCK, PIECE=_PIECE, num_warps=4,
+        )  # fmt: skip

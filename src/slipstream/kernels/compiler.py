@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from functools import lru_cache
 from importlib.util import find_spec
@@ -11,6 +12,8 @@ import torch
 HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
+MOST_MATRICES = 65_535  # of a stack: each is a row of the grid of programs, and CUDA allows no more rows
+
 
 @lru_cache(maxsize=16)
 def runs_on(device: torch.device) -> bool:
@@ -18,3 +21,8 @@ def runs_on(device: torch.device) -> bool:
     if not HAS_TRITON:
         return False
     return INTERPRETED or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0))
+
+
+def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Inside, Triton launches where the tensors are: it takes the current device, whatever it is given."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.kernels.compiler import runs_on
+from slipstream.kernels.compiler import MOST_MATRICES, launching_on, runs_on
 from slipstream.kernels.divide import divided
 from slipstream.lists import norms
 from slipstream.optim.gram import orthogonalise_by_gram
@@ -42,8 +42,11 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 def orthogonalise(stack: Tensor, steps: int = STEPS) -> Tensor:
     """The orthogonal factor of each matrix of `stack` [N, R, C], in its dtype. `stack` serves as scratch."""
     if stack.dtype == torch.bfloat16 and runs_on(stack.device):
+        if stack.shape[0] > MOST_MATRICES:
+            return torch.cat([orthogonalise(part, steps) for part in stack.split(MOST_MATRICES)])
         sizes = torch.linalg.vector_norm(stack, dim=(1, 2), dtype=torch.float32)
-        return orthogonalise_by_gram(divided(stack, sizes, EPS, torch.float16), steps, COEFFICIENTS)
+        with launching_on(stack.device):
+            return orthogonalise_by_gram(divided(stack, sizes, EPS, torch.float16), steps, COEFFICIENTS)
     a, b, c = COEFFICIENTS
     count, rows, columns = stack.shape
     wide = rows <= columns
