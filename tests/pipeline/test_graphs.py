@@ -228,6 +228,13 @@ def test_a_mismatch_cannot_be_recorded():
         Emulator(tiny.Model(tied=False), 1, tiny.loss_fn, tiny.momentum, mismatch=1, recorder=Again())
 
 
+def test_a_model_must_be_on_the_device_that_is_recorded(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    graphs.check_current(torch.device("cuda", 0))
+    with pytest.raises(UserError, match=r"set_device\(1\)"):
+        graphs.check_current(torch.device("cuda", 1))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("microbatches", [1, 4])

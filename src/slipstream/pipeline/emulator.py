@@ -23,7 +23,7 @@ from slipstream.optim.corrections import Correction, build_correction
 from slipstream.pipeline import state as states
 from slipstream.pipeline.checks import check_arguments
 from slipstream.pipeline.gradients import Accumulator
-from slipstream.pipeline.graphs import Graphs, Recorder
+from slipstream.pipeline.graphs import Graphs, Recorder, check_current
 from slipstream.pipeline.microbatches import Microbatch, as_predicate, check_loss, merged, split
 from slipstream.pipeline.peers import Alone, Gradients
 from slipstream.pipeline.update import Updater, check_covers
@@ -67,6 +67,8 @@ class Emulator:
             raise UserError(
                 "A recorded microbatch has one set of weights: drop the mismatch or the recorder."
             )
+        if recorder is not None:
+            check_current(next((p.device for p in self._module.parameters()), torch.device("cpu")))
         refuse_changing_buffers(self._module)
         ties = split_shared(self._module)
         self.n_microbatches = n_microbatches

@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from slipstream.errors import UserError
 from slipstream.lists import add_, copy_
 from slipstream.pipeline.microbatches import Microbatch
 from slipstream.pipeline.peers import Gradients
@@ -179,6 +180,15 @@ class Graphs:
         with torch.no_grad():
             copy_(firsts, first_terms)
             add_(sums, terms)
+
+
+def check_current(device: torch.device) -> None:
+    """A recording is of the current device: kernels on another run once, as they are recorded, and never again."""
+    if device.type == "cuda" and device.index != (current := torch.cuda.current_device()):
+        raise UserError(
+            f"CUDA graphs record the current device, cuda:{current}, and the model is on {device}. "
+            f"Call torch.cuda.set_device({device.index}) before the recorder is made."
+        )
 
 
 def _own(grads: Sequence[Tensor | None], parameters: Sequence[torch.nn.Parameter]) -> Gradients:

@@ -130,7 +130,7 @@ def to_host(vector: Tensor) -> Generator[Wait, None, list[float]]:
         host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
         host.copy_(vector, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(vector.device))  # which need not be the current device's
         yield OnDevice(event)
         vector = host
     return vector.tolist()

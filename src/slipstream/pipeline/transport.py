@@ -176,7 +176,7 @@ class _Outbox:
         if self._link.staged:
             tensors = [_to_pinned(tensor) for tensor in tensors]
             event = torch.cuda.Event()
-            event.record()
+            event.record(torch.cuda.current_stream(self._link.device))
         parcel = _Parcel(
             tensors, event, time.monotonic() + self._link.latency_seconds, self._link.timeout_seconds
         )

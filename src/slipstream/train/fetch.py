@@ -21,7 +21,7 @@ class Fetch:
             self._host = torch.empty((), dtype=mean.dtype, pin_memory=True)
             self._host.copy_(mean, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(mean.device))
 
     def ready(self) -> bool:
         return self._event is None or self._event.query()
