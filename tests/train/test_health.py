@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from importlib import import_module
 
 import pytest
@@ -10,7 +12,7 @@ from tests.train.conftest import assert_equal_weights
 from tests.train.jobs import poison
 
 from slipstream.errors import StageError
-from slipstream.train import batches, checkpoint, health
+from slipstream.train import assemble, batches, checkpoint, health
 from slipstream.train.health import Monitor, checksum, divergence, fingerprint
 
 
@@ -113,6 +115,24 @@ def test_a_rollback_skips_the_data(runs, poisoned, monkeypatch):
     )
     runs.train("clean", "pipeline.schedule=emulate")
     assert_equal_weights(runs.weights("run"), runs.weights("clean"))
+
+
+def test_a_rollback_leaves_no_engine_behind(runs, poisoned, monkeypatch):
+    made, build = [], assemble._engine
+
+    def engine(*arguments):
+        assert not any(earlier() for earlier in made), "two engines at once"
+        new = build(*arguments)
+        made.append(weakref.ref(new))
+        return new
+
+    monkeypatch.setattr(assemble, "_engine", engine)
+    gc.disable()  # else a collection might happen to come in time
+    try:
+        runs.train("run", "pipeline.schedule=emulate", "health.max_skipped=2", "health.rollback=true")
+    finally:
+        gc.enable()
+    assert len(made) == 2
 
 
 ROLLBACK = ["health.max_skipped=2", "health.rollback=true", "checkpoint.keep=9"]

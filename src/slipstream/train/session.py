@@ -7,6 +7,7 @@ emulator. Rank 0 is the leader: it alone decides (`folder.plan`), writes events 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import threading
 from contextlib import AbstractContextManager, ExitStack
@@ -90,6 +91,7 @@ def run_rank(world: World | None, tree: dict[str, Any]) -> dict[str, Any]:
             if outcome.reason != "rollback":
                 return dataclasses.asdict(outcome)
             rolled = _rolled_back(outcome, plan, rolled)
+            gc.collect()  # engine and hooks hold each other, and a device has no room for a second engine
     raise AssertionError("unreachable")
 
 
