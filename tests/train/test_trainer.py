@@ -21,6 +21,7 @@ from slipstream.config import load, resolve
 from slipstream.errors import CheckpointError, StageError, UserError
 from slipstream.metrics.record import Recorder
 from slipstream.train import checkpoint, folder
+from slipstream.train.assemble import float32_products
 from slipstream.train.trackers import open_trackers
 
 
@@ -39,6 +40,16 @@ def test_torch_schedules_equal_training_without_delay(runs, reference, schedule)
     assert_equal_weights(runs.weights("run"), reference.weights("synchronous"))
     found = runs.events("run", "finish")[0]["validation_loss"]
     assert found == pytest.approx(reference.events("synchronous", "finish")[0]["validation_loss"], rel=1e-6)
+
+
+def test_a_narrow_run_leaves_float32_products_as_it_found_them():
+    """A study's process trains one run after another: those in float32 must not depend on what came before."""
+    before = torch.get_float32_matmul_precision()
+    with float32_products("float32"):
+        assert torch.get_float32_matmul_precision() == before
+    with float32_products("bfloat16"):
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == before
 
 
 def test_validation_and_logging_do_not_change_the_trajectory(runs, reference):

@@ -53,10 +53,9 @@ def assemble(
     """Build everything this rank needs; files are closed at the end."""
     model = build.shape(config, data)
     device = build.device(config, 0 if world is None else world.local_rank)
-    if config.train.dtype != "float32":  # what is left in float32 (the optimizer's) may take TF32
-        torch.set_float32_matmul_precision("high")
     train_data, valid_data = build.datasets(config, data)
     with ExitStack() as stack:
+        stack.enter_context(float32_products(config.train.dtype))
         stack.enter_context(attention_kernel(config.train.attention))
         engine = _engine(config, model, world, device)
         if plan.source is not None:
@@ -106,6 +105,20 @@ def assemble(
             root=folders.checkpoints(Path(config.run.dir)),
             tied=("embedding.weight", "head.weight") if model.tied else (),
         )
+
+
+@contextmanager
+def float32_products(dtype: str) -> Iterator[None]:
+    """What a narrow run leaves in float32 (the optimizer's) may take TF32. Not what its process trains next."""
+    if dtype == "float32":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _engine(config: Config, model: ModelConfig, world: World | None, device: torch.device) -> Engine:
