@@ -54,6 +54,14 @@ def test_a_checksum_sees_one_bit_and_a_swap(dtype):
     assert checksum([weights, changed]) != checksum([changed, weights])
 
 
+def test_a_checksum_does_not_depend_on_how_a_tensor_is_cut(monkeypatch):
+    weights = [torch.randn(5, 7, generator=torch.Generator().manual_seed(1)), torch.ones(()), torch.empty(0)]
+    whole = checksum(weights)
+    for words in (1, 4, 35):
+        monkeypatch.setattr(health, "PIECE", words)
+        assert checksum(weights) == whole
+
+
 def state(value: float) -> dict:
     weights = {"embedding.weight": torch.full((2, 2), value), "layers.0.w": torch.ones(3)}
     return {"master": weights, "banks": {"5": {name: w + 1 for name, w in weights.items()}}}

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+PIECE = 1 << 24  # words that are summed at once
 WINDOW = 64
 WARM_UP = 16  # losses seen before a spike can be told from the steep start
 
@@ -74,19 +75,25 @@ class Monitor:
 
 def checksum(tensors: Iterable[Tensor]) -> str:
     """A hash of the bits of the tensors, in order."""
-    pairs = []
-    for tensor in tensors:
-        words = tensor.detach().contiguous().flatten()
-        words = words.view(
-            {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(words.element_size(), torch.uint8)
-        )
-        words = words.to(torch.int64)
-        position = torch.arange(1, 2 * words.numel(), 2, device=words.device)
-        pairs.append(torch.stack([words.sum(), (words * position).sum()]))
+    pairs = [_sums(tensor) for tensor in tensors]
     sums = (
         torch.stack(pairs).cpu().numpy() if pairs else np.empty(0)
     )  # one wait for the device, not one a tensor
     return hashlib.blake2b(sums.tobytes(), digest_size=8).hexdigest()
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    """Of the words, plain and weighted by position. A piece at a time: as int64 an embedding would fill a GPU."""
+    words = tensor.detach().contiguous().flatten()
+    words = words.view(
+        {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(words.element_size(), torch.uint8)
+    )
+    total = torch.zeros(2, dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), PIECE):
+        piece = words[start : start + PIECE].to(torch.int64)
+        position = torch.arange(2 * start + 1, 2 * (start + piece.numel()), 2, device=words.device)
+        total += torch.stack([piece.sum(), (piece * position).sum()])
+    return total
 
 
 def fingerprint(state: Mapping[str, Any], tied: Iterable[str]) -> dict[str, str]:
