@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.errors import UserError
 from slipstream.models.loss import TokenLoss
@@ -162,6 +163,29 @@ def test_activation_checkpointing_changes_no_bit(name):
         TokenLoss()(model(tokens), tokens).backward()
     for (key, a), b in zip(plain.named_parameters(), lean.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad), key
+
+
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("name", ALL)
+def test_a_forward_and_backward_exchange_nothing_with_the_host(name, lean, monkeypatch):
+    """On a GPU each such number waits for the queue, and none can be had while a CUDA graph is recorded."""
+
+    class Queued(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            assert function not in (
+                torch.ops.aten.lift_fresh.default,
+                torch.ops.aten._local_scalar_dense.default,
+            )
+            return function(*args, **(kwargs or {}))
+
+    def refused(*_):
+        raise AssertionError("the state of a generator was read")
+
+    model, tokens = build_model(ALL[name], 0), tokens_of(ALL[name])
+    model.activation_checkpointing = lean
+    monkeypatch.setattr(torch, "get_rng_state", refused)
+    with Queued():
+        TokenLoss()(model(tokens), tokens).backward()
 
 
 def test_a_second_replica_compiles_nothing_new():

@@ -81,7 +81,8 @@ class Stage(nn.Module):
         losses = []
         for layer in self.layers.values():
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, cos, sin, mask, use_reentrant=False)
+                # Nothing here is random, and the state of a generator cannot be read while a graph is recorded.
+                x = checkpoint(layer, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, cos, sin, mask)
             if config.experts:
@@ -95,8 +96,10 @@ class Stage(nn.Module):
 
     def _add_router_losses(self, x: Tensor, losses: Tensor) -> Tensor:
         self.router_losses = losses.detach()
-        coefficients = losses.new_tensor((self.config.balance_loss, self.config.router_z_loss))
-        return _AddLoss.apply(x, (losses @ coefficients).sum() / self.config.layers, self.auxiliary_weight)
+        # Numbers of the host stay there: as a tensor they would be copied to the device, which waits for its queue.
+        balance, z = losses.unbind(-1)
+        weighted = self.config.balance_loss * balance + self.config.router_z_loss * z
+        return _AddLoss.apply(x, weighted.sum() / self.config.layers, self.auxiliary_weight)
 
 
 def document_numbers(tokens: Tensor, end_of_document: int) -> Tensor:
