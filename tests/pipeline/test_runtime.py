@@ -10,6 +10,7 @@ from pipeline import tiny
 from pipeline.jobs import M
 from slipstream import Emulator, StageError, UserError, merge_states
 from slipstream.optim.corrections import build_correction
+from slipstream.pipeline.checks import check_connections
 from slipstream.schedule.actions import Kind
 from slipstream.schedule.generate import build
 
@@ -182,6 +183,13 @@ def test_a_stop_asked_by_any_rank_reaches_all_at_one_group(pool):
 def test_wrong_use_says_what_to_change(pool, case, message):
     with pytest.raises(UserError, match=message):
         pool.run("pipeline.jobs:broken", case, ranks=2, timeout=60)
+
+
+def test_groups_that_would_wait_in_a_circle_are_refused():
+    for stages, backend, eager in [(4, "nccl", False), (2, "nccl", True), (4, "gloo", True)]:
+        check_connections(stages, backend, eager)
+    with pytest.raises(UserError, match="Leave device_id out"):
+        check_connections(4, "cpu:gloo,cuda:nccl", eager=True)
 
 
 @pytest.mark.parametrize("flushed", [0, 10])

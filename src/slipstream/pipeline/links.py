@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.pipeline.checks import check_connections
 from slipstream.pipeline.mesh import new_group
 from slipstream.pipeline.peers import Wait
 from slipstream.pipeline.shared import SharedChannel, accept, offer
@@ -42,6 +43,7 @@ class Links:
         self._evaluation_sends: deque[list[Wait]] = deque()
         if stage.count == 1:
             return
+        check_connections(stage.count, dist.get_backend(stage.group), _eager())
         ranks = dist.get_process_group_ranks(stage.group or dist.group.WORLD)
         timeout = timedelta(seconds=timeout_seconds)
         backend = None if dist.get_backend(stage.group) != "gloo" else "gloo"
@@ -158,6 +160,11 @@ class Links:
         if index == 0:
             self._to_behind.send_spec(spec_of(outputs))
         self._evaluation_sends.append(self._to_behind.send(outputs))
+
+
+def _eager() -> bool:
+    """Whether torch connects groups when they are made, and not when they are first used."""
+    return getattr(dist.group.WORLD, "bound_device_id", None) is not None
 
 
 def _blank(spec: Spec, device: torch.device) -> list[Tensor]:
