@@ -228,6 +228,21 @@ def test_a_mismatch_cannot_be_recorded():
         Emulator(tiny.Model(tied=False), 1, tiny.loss_fn, tiny.momentum, mismatch=1, recorder=Again())
 
 
+def test_recordings_are_as_many_as_there_is_room_for(monkeypatch):
+    monkeypatch.setattr(graphs, "MOST_RECORDINGS", 3)
+    recorder = Again()
+
+    def run(recorder):
+        emulator = Emulator(tiny.Model(tied=True), 1, tiny.loss_fn, tiny.momentum, recorder=recorder)
+        return [emulator.step(*tiny.batch(g, length=3 + g % 4))[0].item() for g in range(40)]
+
+    with pytest.warns(UserWarning, match="any further kind") as caught:
+        found = run(recorder)
+    assert len(caught) == 1
+    assert recorder.recorded == 3
+    assert found == run(None)
+
+
 def test_a_model_must_be_on_the_device_that_is_recorded(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     graphs.check_current(torch.device("cuda", 0))

@@ -30,6 +30,8 @@ from slipstream.pipeline.versions import Replica
 from slipstream.torch_private import tree_leaves, tree_map
 
 PLAIN_GROUPS = 2  # of each replica before it is recorded: by then everything is compiled
+# Each keeps the gradients of the whole model, twice. Stages of delays 7, 6, ..., 0 read 840 combinations of banks.
+MOST_RECORDINGS = 16
 
 Computed = tuple[Tensor, Gradients]  # loss and gradients of a microbatch
 Loss = Callable[[Sequence[Replica], Microbatch], Tensor]
@@ -109,6 +111,8 @@ class Graphs:
         )
         recording = self._recordings.get(key)
         if recording is None:
+            if len(self._recordings) >= MOST_RECORDINGS:
+                return None
             met = self._met.setdefault(key, set())
             met.add(group)
             if len(met) <= PLAIN_GROUPS:
@@ -117,6 +121,12 @@ class Graphs:
             if recording is None:
                 return None
             self._recordings[key] = recording
+            if len(self._recordings) == MOST_RECORDINGS:
+                warnings.warn(
+                    f"{MOST_RECORDINGS} kinds of microbatches (by shape, and by the banks they read) are recorded as "
+                    "CUDA graphs: any further kind is computed without one.",
+                    stacklevel=2,
+                )
         if completed <= recording.group < group:  # a later one is of before an earlier state was loaded
             return None
         recording.group = group
