@@ -274,6 +274,20 @@ def test_cuda_graphs_change_no_bit(microbatches, delay):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_graphs_under_the_callers_autocast_follow_the_weights():
+    def run(recorder):
+        emulator = Emulator(tiny.Model(tied=True).cuda(), 2, tiny.loss_fn, tiny.momentum, recorder=recorder)
+        losses = []
+        for g in range(GROUPS):
+            with torch.autocast("cuda", torch.bfloat16):
+                losses += emulator.step(*(tensor.cuda() for tensor in tiny.batch(g)))
+        return [loss.item() for loss in losses]
+
+    assert run(CudaGraphs()) == pytest.approx(run(None), rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("delay", [1, 3])
 def test_cuda_graphs_of_a_language_model_train_as_plain_calls_do(delay):
     """Large enough for the graphs to lie over each other in their common memory; its attention sums in any order."""

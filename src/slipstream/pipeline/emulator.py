@@ -109,7 +109,10 @@ class Emulator:
         return self._updater.grad_norms
 
     def step(self, x: Any, y: Any = None, **kwargs: Any) -> list[Tensor]:
-        """One group: its m microbatches and its update. Returns the m losses, taken at the bank."""
+        """One group: its m microbatches and its update. Returns the m losses, taken at the bank.
+
+        On a GPU the update may be pending still: `master` finishes it, the module that was handed in does not.
+        """
         group, updater = self.group, self._updater
         updater.enter(group)
         updater.finish(max(versions.reads(group).index for versions in self._versions) - 1)
