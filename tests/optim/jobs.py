@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from slipstream.optim import build
-from slipstream.optim import newton_schulz as ns
+from slipstream.optim import build, stacks
 
 
 class Block(nn.Module):
@@ -98,17 +97,17 @@ def whole_matrices(world, name: str) -> dict[str, Tensor]:
 def orthogonalised(world) -> list[int]:
     """How many matrices each rank puts through Newton-Schulz in one step over sharded ones."""
     counts: list[int] = []
-    kept = ns.orthogonalise
+    kept = stacks.orthogonalise
 
     def counting(stack: Tensor, steps: int) -> Tensor:
         counts.append(len(stack))
         return kept(stack, steps)
 
-    ns.orthogonalise = counting
+    stacks.orthogonalise = counting
     try:
         fsdp(world, "muon")
     finally:
-        ns.orthogonalise = kept
+        stacks.orthogonalise = kept
     return counts
 
 
