@@ -77,6 +77,8 @@ class Links:
             self._gradients_in.post(differentiable(spec))
             handles = self._activations_out.send(message)
             self._gradients_in.receive("an answer to the timing of the link")
+            if self._to_behind.link.in_stream:
+                torch.cuda.synchronize(self._stage.device)
             best = min(best, time.perf_counter() - start)
             self._activations_out.finish(handles, "the timing of the link")
         return best / 2

@@ -74,6 +74,11 @@ class Link:
     def staged(self) -> bool:
         return self.device.type == "cuda" and dist.get_backend(self.group) == "gloo"
 
+    @property
+    def in_stream(self) -> bool:
+        """Whether the device's stream waits for a message, and the host goes on."""
+        return self.device.type == "cuda" and dist.get_backend(self.group) == "nccl"
+
 
 class Channel:
     """One direction of a link. The owner uses it either to send or to receive."""
@@ -129,11 +134,15 @@ class Channel:
 
 
 def wait_all(handles: Sequence[Any], link: Link, what: str) -> None:
-    """Wait for each handle; a peer that is gone or silent becomes a `StageError` that names it."""
+    """Wait for each handle; a peer that is gone or silent becomes a `StageError` that names it.
+
+    Over NCCL only the stream waits: given a timeout, torch would hold the host until the device has caught up, a
+    microbatch at a time. A peer that is gone is then found by NCCL's own watchdog, which ends the process.
+    """
     started = time.monotonic()
     for handle in handles:
         try:
-            if isinstance(handle, dist.Work):
+            if isinstance(handle, dist.Work) and not link.in_stream:
                 handle.wait(timedelta(seconds=link.timeout_seconds))
             else:
                 handle.wait()
