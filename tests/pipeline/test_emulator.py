@@ -165,13 +165,11 @@ def test_a_non_finite_group_is_skipped_counted_and_logged(caplog):
 def test_learning_rates_belong_to_groups():
     model = tiny.Model(tied=False)
     emulator = Emulator(model, M, tiny.loss_fn, tiny.adamw)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(emulator.optimizer, lambda g: 1 / (1 + g))
     used = []
-    step = emulator.optimizer.step
-    emulator.optimizer.step = lambda *a, **k: (
-        used.append(emulator.optimizer.param_groups[0]["lr"]),
-        step(*a, **k),
+    emulator.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"])
     )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(emulator.optimizer, lambda g: 1 / (1 + g))
     for g in range(5):
         emulator.step(*tiny.batch(g))
         scheduler.step()
