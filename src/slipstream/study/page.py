@@ -42,7 +42,7 @@ def study_page(
     runs: Table,
 ) -> str:
     about: list[Part] = [Text(study.about)] if study.about else []
-    about += [Text(note, tone="warning") for note in notes]
+    about += [Text(" ".join(notes), tone="warning")] if notes else []
     groups = list(dict.fromkeys(cell.group for cell in rows if cell.results))
     losses: list[Part] = []
     gaps: list[Part] = []
