@@ -44,6 +44,23 @@ def test_a_missing_file_and_an_unknown_command(capsys):
     assert "Did you mean 'train'?" in capsys.readouterr().err
 
 
+def test_a_place_that_cannot_be_used_is_said_in_one_line(capsys, tmp_path):
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    commands = {
+        "cannot be written": ["bench", "--rounds", "1", "--out", str(taken / "x.json")],
+        "is a folder. Name a file": ["bench", "--rounds", "1", "--out", str(tmp_path)],
+        f"{taken}: File exists": [
+            "study", "run", "studies/toy.toml", "--out", str(taken),
+        ],
+    }  # fmt: skip
+    for expected, arguments in commands.items():
+        assert exit_code(arguments) == 2
+        told = " ".join(capsys.readouterr().err.split())
+        assert told.startswith("error:"), told
+        assert expected in told, told
+
+
 def test_dry_run_prints_a_run_that_can_be_started(capsys, tmp_path):
     assert exit_code(["train", "--dry-run", "optim.lr=3e-4", "pipeline.stages=4"]) == 0
     printed = capsys.readouterr().out

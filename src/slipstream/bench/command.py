@@ -14,6 +14,7 @@ from rich.console import Console
 
 from slipstream.bench.balance import measure_head_layers
 from slipstream.bench.measure import ENGINE, bench, parse_rivals
+from slipstream.bench.outputs import make_room
 from slipstream.bench.probe import probe
 from slipstream.bench.report import print_probe, print_result, record
 from slipstream.bench.timeline import check_plottable, draw, label
@@ -71,9 +72,8 @@ def run(request: Request, *, plot: Path | None, out: Path | None, as_json: bool)
     if plot is not None:
         check_plottable(plot)
     works, against = request.works(), parse_rivals(request.rivals)
-    for path in (plot, out):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)  # now, not when all has been measured
+    make_room(plot)
+    make_room(out)
     on_gpu = request.device == "cuda"
     notes, console = Console(stderr=True, highlight=False), Console(highlight=False)
     cores = os.cpu_count() or 1

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from slipstream.bench.outputs import make_room
 from slipstream.data.shards import token_dtype, write_shard
 from slipstream.errors import UserError
 from slipstream.metrics.throughput import peak_flops
@@ -82,8 +83,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure each contender; everything `--json` prints, also into `out` after each contender."""
     check(setting, contenders)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)  # now, not when the first contender has been measured
+    make_room(out)
     on_gpu = setting.device == "cuda"
     name = torch.cuda.get_device_name() if on_gpu else "cpu"
     result: dict[str, Any] = asdict(setting) | {

@@ -6,6 +6,7 @@ A command module is imported only when its command is used, so `slipstream --hel
 from __future__ import annotations
 
 import difflib
+import errno
 import sys
 from importlib import import_module
 
@@ -32,16 +33,27 @@ COMMANDS = {
 }
 
 
+# What can be wrong with a place that was named, wherever that is noticed. A file that is missing is not among it: who
+# opens it knows better what to say.
+_PLACES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOSPC}
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Entry point: a user's mistake is printed without a traceback and exits with 2."""
+    """Entry point: a mistake, or a place that cannot be used, is printed without a traceback and exits with 2."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
         _dispatch(arguments)
     except UserError as error:
-        Console(stderr=True, highlight=False).print(
-            f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True
-        )
-        sys.exit(2)
+        _fail(str(error))
+    except OSError as error:
+        if error.filename is None or error.errno not in _PLACES:
+            raise
+        _fail(f"{error.filename}: {error.strerror}. Name another place, or make room there.")
+
+
+def _fail(message: str) -> None:
+    Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+    sys.exit(2)
 
 
 def _dispatch(arguments: list[str]) -> None:

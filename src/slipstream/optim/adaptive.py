@@ -115,26 +115,15 @@ class AdaptiveErrorFeedback(Correction):
 
     def _step(self, tensor: Tensor) -> _Step:
         if tensor.data_ptr() not in self._steps:
-            self._steps[tensor.data_ptr()] = _made(tensor, self.lam, self.lam)
+            self._steps[tensor.data_ptr()] = _made(tensor, lam=self.lam, lam_before=self.lam)
         return self._steps[tensor.data_ptr()]
 
 
-def _made(
-    tensor: Tensor,
-    lam: float,
-    lam_before: float,
-    size: float = 0.0,
-    size_before: float = 0.0,
-    inner: float = 0.0,
-    square: float = 0.0,
-    count: float = 0,
-) -> _Step:
-    """On the tensor's device."""
-    on_device = [
-        torch.tensor(value, dtype=torch.float32, device=tensor.device)
-        for value in (lam, lam_before, size, size_before, inner, square)
-    ]
-    return _Step(*on_device, count=int(count))
+def _made(tensor: Tensor, count: float = 0, **scalars: float) -> _Step:
+    """With what is known of a tensor, on its device; the rest is 0."""
+    names = [item.name for item in fields(_Step) if item.name != "count"]
+    values = {name: torch.tensor(scalars.get(name, 0.0), device=tensor.device) for name in names}
+    return _Step(**values, count=int(count))
 
 
 class SplitErrorFeedback(Correction):
