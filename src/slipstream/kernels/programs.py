@@ -45,43 +45,36 @@ def divide_rows(x, out, divisors, least, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def symmetric_tile(
-    a_ptr, b_ptr, out_ptr, d_ptr, e_ptr, alpha, beta, gamma, diagonal, m, k,
-    terms: tl.constexpr, tall: tl.constexpr, even: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+    a, b, out, d, e, alpha, beta, gamma, diagonal, m, k,
+    terms: tl.constexpr, tall: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One tile (row >= column) of one matrix; every matrix is contiguous. `even`: STEP divides k."""
-    tile, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """One tile (row >= column) of one matrix. `out` is described as [N, m, m], the others as rows of all N matrices.
+
+    So a tile that sticks out of its matrix reads rows of the next one, but writes nothing that comes of them.
+    """
+    tile, batch = tl.program_id(0), tl.program_id(1)
     # The number of a tile below the diagonal, counted row by row: tile = row (row + 1) / 2 + column.
     row = ((tl.sqrt(8.0 * tile.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
     row = tl.where((row + 1) * (row + 2) // 2 <= tile, row + 1, row)
     row = tl.where(row * (row + 1) // 2 > tile, row - 1, row)
-    column = tile - row * (row + 1) // 2
-    rows = row * TILE + tl.arange(0, TILE)
-    columns = column * TILE + tl.arange(0, TILE)
-    steps = tl.arange(0, STEP)
-    along, across = (m, 1) if tall else (1, k)  # strides: of the sum's index, of a row
-    # Rows beyond the matrix read from its start instead: what comes of them is never written.
-    a_at = a_ptr + batch * m * k + ((rows % m)[:, None] * across + steps[None, :] * along)
-    b_at = b_ptr + batch * m * k + (steps[:, None] * along + (columns % m)[None, :] * across)
+    column = (tile - row * (row + 1) // 2) * TILE
+    row *= TILE
     total = tl.zeros((TILE, TILE), dtype=tl.float32)
     for done in range(0, k, STEP):
-        if even:
-            total = tl.dot(tl.load(a_at), tl.load(b_at), total)
+        if tall:
+            total = tl.dot(a.load([batch * k + done, row]).T, b.load([batch * k + done, column]), total)
         else:
-            a = tl.load(a_at, mask=steps[None, :] < k - done, other=0.0)
-            b = tl.load(b_at, mask=steps[:, None] < k - done, other=0.0)
-            total = tl.dot(a, b, total)
-        a_at += STEP * along
-        b_at += STEP * along
+            total = tl.dot(a.load([batch * m + row, done]), b.load([batch * m + column, done]).T, total)
     total *= alpha
-    here = batch * m * m + rows[:, None] * m + columns[None, :]
-    inside = (rows < m)[:, None] & (columns < m)[None, :]
     if terms > 0:
-        total += beta * tl.load(d_ptr + here, mask=inside, other=0.0).to(tl.float32)
+        total += beta * d.load([batch * m + row, column]).to(tl.float32)
     if terms > 1:
-        total += gamma * tl.load(e_ptr + here, mask=inside, other=0.0).to(tl.float32)
-    total = tl.where(rows[:, None] == columns[None, :], total + diagonal, total)
-    result = total.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + here, result, mask=inside)
+        total += gamma * e.load([batch * m + row, column]).to(tl.float32)
+    if row == column:
+        here = tl.arange(0, TILE)
+        total = tl.where(here[:, None] == here[None, :], total + diagonal, total)
+    result = total.to(out.dtype)
+    # Not `result[None]`: only a reshape goes from the product's registers to the store without a detour.
+    out.store([batch, row, column], result.reshape(1, TILE, TILE))
     if row != column:
-        mirror = batch * m * m + columns[:, None] * m + rows[None, :]
-        tl.store(out_ptr + mirror, tl.trans(result), mask=tl.trans(inside))
+        out.store([batch, column, row], result.T.reshape(1, TILE, TILE))

@@ -29,9 +29,8 @@ class Tiling(NamedTuple):
     warps: int
 
 
-def tiling(m: int) -> Tiling:
-    """The fastest of twelve on an H200 at M = 960 and 320; loading by descriptors (TMA) gave nothing there."""
-    return Tiling(128, 64, 3, 4) if m > 512 else Tiling(64, 64, 4, 4)
+TILING = Tiling(128, 64, 3, 4)
+_SMALL = 512  # up to here whole products by the vendor's library are as fast
 
 
 def symmetric_product(
@@ -47,20 +46,25 @@ def symmetric_product(
 
     All contiguous; `out` is none of the others.
     """
-    m = a.shape[2 if tall else 1]
+    m, k = (a.shape[2], a.shape[1]) if tall else a.shape[1:]
     out = a.new_empty(a.shape[0], m, m) if out is None else out
-    if runs_on(a.device) and a.dtype in (torch.bfloat16, torch.float16):
+    if runs_on(a.device) and in_tiles(a.dtype, m, k, tall):
         _launch(a, b, alpha, plus, diagonal, tall, out)
     else:
         _plain(*((a.mT, b) if tall else (a, b.mT)), alpha, plus, diagonal, out)
     return out
 
 
+def in_tiles(dtype: torch.dtype, m: int, k: int, tall: bool) -> bool:
+    """Whether the kernel takes it: rows begin on 16 bytes, and a step of a tall product ends with its matrix."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return half and m > _SMALL and m % 8 == 0 and k % (TILING.step if tall else 8) == 0
+
+
 def _plain(a: Tensor, b: Tensor, alpha: float, plus: Terms, diagonal: float, out: Tensor) -> None:
-    torch.bmm(a, b, out=out)
-    if alpha != 1:
-        out.mul_(alpha)
-    for factor, term in plus:
+    (beta, d), *more = plus or ((0.0, out),)
+    torch.baddbmm(d, a, b, beta=beta, alpha=alpha, out=out)
+    for factor, term in more:
         out.add_(term, alpha=factor)
     if diagonal:
         out.diagonal(dim1=1, dim2=2).add_(diagonal)
@@ -69,14 +73,21 @@ def _plain(a: Tensor, b: Tensor, alpha: float, plus: Terms, diagonal: float, out
 def _launch(
     a: Tensor, b: Tensor, alpha: float, plus: Terms, diagonal: float, tall: bool, out: Tensor
 ) -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     from slipstream.kernels.programs import symmetric_tile
 
-    count, m, k = (a.shape[0], a.shape[2], a.shape[1]) if tall else a.shape
-    cut = tiling(m)
+    tile, step, stages, warps = TILING
+    count, m = out.shape[:2]
+
+    def rows(matrices: Tensor, *block: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(matrices.view(-1, matrices.shape[2]), list(block))
+
+    block = (step, tile) if tall else (tile, step)
     (beta, d), (gamma, e) = (*plus, (0.0, out), (0.0, out))[:2]
-    tiles = -(-m // cut.tile)
+    tiles = -(-m // tile)
     symmetric_tile[tiles * (tiles + 1) // 2, count](  # pyright: ignore[reportIndexIssue]
-        a, b, out, d, e, alpha, beta, gamma, diagonal, m, k,
-        terms=len(plus), tall=tall, even=k % cut.step == 0,
-        TILE=cut.tile, STEP=cut.step, num_stages=cut.stages, num_warps=cut.warps,
+        rows(a, *block), rows(b, *block), TensorDescriptor.from_tensor(out, [1, tile, tile]),
+        rows(d, tile, tile), rows(e, tile, tile), alpha, beta, gamma, diagonal, m, a.shape[1 if tall else 2],
+        terms=len(plus), tall=tall, TILE=tile, STEP=step, num_stages=stages, num_warps=warps,
     )  # fmt: skip
