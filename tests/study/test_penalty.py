@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.study.penalty import Penalty, envelope, mean_penalty, net_gain, speedup, token_penalty
+from slipstream.study.penalty import (
+    Penalty,
+    envelope,
+    mean_penalty,
+    net_gain,
+    penalty_of_gap,
+    speedup,
+    token_penalty,
+)
 from slipstream.study.statistics import Estimate
 
 
@@ -51,6 +59,29 @@ def test_a_curve_that_rises_again_costs_nothing_by_itself():
     overfit = [(10.0, 5.0), (40.0, 4.0), (50.0, 4.2)]
     assert token_penalty(overfit, 4.2, 4.2) == Penalty(pytest.approx(1.0), False)
     assert token_penalty(overfit, 4.2, 4.6) == Penalty(pytest.approx(4**0.4), False)
+
+
+def test_a_synchronous_end_off_the_curve_is_marked_too():
+    # It ends above its own first point, which only the first slope, gone back along, can reach.
+    worse = [(10.0, 5.0), (20.0, 4.0), (40.0, 5.5)]
+    assert token_penalty(worse, 5.5, 4.5) == Penalty(pytest.approx(0.5), True)
+
+
+def test_a_run_that_broke_far_beyond_a_flat_curve_still_has_numbers():
+    warming = [(1e4, 10.83), (2e4, 10.82), (8e4, 6.0), (1e6, 4.0)]
+    broken = token_penalty(warming, 4.0, 50.0)
+    assert broken is not None
+    assert 1e200 < broken.value < math.inf
+    assert broken.extrapolated
+    flat = token_penalty([(1e4, 5.0), (2e4, 4.0001), (1e6, 4.0)], 4.0, 3.0)
+    assert flat is not None
+    assert 0 < flat.value < 1e-200
+    found = mean_penalty([broken, Penalty(1.2, False)])
+    assert found is not None
+    assert found[0].interval == (0.0, math.inf)
+    gain = net_gain(speedup(4, 4), found[0], 0.0)
+    assert gain.interval == (0.0, math.inf)
+    assert penalty_of_gap(Estimate(40.0, (-60.0, 140.0), 2), 0.03) == Estimate(math.inf, (0.0, math.inf), 2)
 
 
 def test_mean_is_geometric_with_the_interval_of_the_logarithm():

@@ -128,6 +128,15 @@ def test_the_loss_table_says_what_it_rests_on(paired):
     assert rows["ef+start"] == ["ef+start", "1", "3.0100", "+0.0100", "90 %", "1.020"]
 
 
+def test_a_mode_that_broke_has_a_row(tmp_path):
+    study, expansion, results = make(
+        tmp_path, 'product = ["seed", "mode"]', PAIRED | {"0 delay": 4000.0, "1 delay": 3.2}
+    )
+    text = write_tables(study, expansion, results, tmp_path)[0].read_text()
+    assert "[0.000, inf] *" in text
+    assert max(len(word) for word in text.split()) < 40
+
+
 def test_csv_holds_the_same_numbers(paired):
     _, _, _, cells, layout = paired
     rows = {row["mode"]: row for row in csv.DictReader(io.StringIO(as_csv(list(cells.values()), layout)))}

@@ -29,6 +29,9 @@ from slipstream.schedule.generate import GENERATORS
 from slipstream.study.statistics import Estimate, interval
 
 Curve = Sequence[tuple[float, float]]
+FURTHEST = (
+    690.0  # e-folds, near what a float holds: a run that diverged lies any distance beyond a flat start
+)
 
 
 @dataclass(frozen=True)
@@ -44,16 +47,18 @@ def token_penalty(curve: Curve, synchronous: float, loss: float) -> Penalty | No
     falling = envelope(curve)
     if len(falling) < 2:
         return None
-    value = tokens_at(falling, synchronous) / tokens_at(falling, loss)
-    return Penalty(value, extrapolated=loss > falling[0][1] or loss < falling[-1][1])
+    folds = log_tokens_at(falling, synchronous) - log_tokens_at(falling, loss)
+    value = math.exp(max(-FURTHEST, min(FURTHEST, folds)))
+    outside = any(not falling[-1][1] <= end <= falling[0][1] for end in (synchronous, loss))
+    return Penalty(value, extrapolated=outside)
 
 
-def tokens_at(curve: Curve, loss: float) -> float:
-    """The tokens at which a strictly falling curve reaches `loss`."""
+def log_tokens_at(curve: Curve, loss: float) -> float:
+    """The logarithm of the tokens at which a strictly falling curve reaches `loss`."""
     segment = next((i for i in range(1, len(curve)) if curve[i][1] <= loss), len(curve) - 1)
     (x0, y0), (x1, y1) = curve[segment - 1], curve[segment]
     share = (y0 - loss) / (y0 - y1)
-    return math.exp(math.log(x0) + share * (math.log(x1) - math.log(x0)))
+    return math.log(x0) + share * (math.log(x1) - math.log(x0))
 
 
 def envelope(curve: Curve) -> list[tuple[float, float]]:
@@ -70,17 +75,23 @@ def mean_penalty(penalties: Sequence[Penalty]) -> tuple[Estimate, bool] | None:
     if not penalties:
         return None
     logs = interval([math.log(p.value) for p in penalties])
-    around = None if logs.interval is None else (math.exp(logs.interval[0]), math.exp(logs.interval[1]))
-    return Estimate(math.exp(logs.value), around, logs.n), any(p.extrapolated for p in penalties)
+    return _exponential(logs), any(p.extrapolated for p in penalties)
 
 
 def penalty_of_gap(gap: Estimate, slope: float) -> Estimate:
     """exp(gap / slope): the tokens that make up for a gap where loss falls by `slope` per e-fold of tokens."""
-    around = None
-    if gap.interval is not None:
-        low, high = gap.interval
-        around = (math.exp(low / slope), math.exp(high / slope))
-    return Estimate(math.exp(gap.value / slope), around, gap.n)
+    around = None if gap.interval is None else (gap.interval[0] / slope, gap.interval[1] / slope)
+    return _exponential(Estimate(gap.value / slope, around, gap.n))
+
+
+def _exponential(logs: Estimate) -> Estimate:
+    """Infinite where a float does not reach: the interval of two seeds that differ much may be that wide."""
+
+    def exp(value: float) -> float:
+        return math.exp(value) if value < 709 else math.inf
+
+    around = None if logs.interval is None else (exp(logs.interval[0]), exp(logs.interval[1]))
+    return Estimate(exp(logs.value), around, logs.n)
 
 
 @dataclass(frozen=True)
@@ -121,5 +132,5 @@ def net_gain(speed: Speedup, penalty: Estimate, flushed_share: float) -> Estimat
     around = None
     if penalty.interval is not None:
         low, high = penalty.interval
-        around = (factor / high, factor / low)
+        around = (factor / high, factor / low if low else math.inf)
     return Estimate(factor / penalty.value, around, penalty.n)

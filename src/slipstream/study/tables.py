@@ -255,10 +255,13 @@ def _error(error: float | None) -> str:
 def _estimate(estimate: Estimate | None, form: str) -> str:
     if estimate is None:
         return NONE
-    if estimate.interval is None:
-        return f"{estimate.value:{form}}"
-    low, high = estimate.interval
-    return f"{estimate.value:{form}} [{low:{form}}, {high:{form}}]"
+    value, *around = (_number(one, form) for one in (estimate.value, *(estimate.interval or ())))
+    return f"{value} [{', '.join(around)}]" if around else value
+
+
+def _number(value: float, form: str) -> str:
+    """What is a million or more is a run that broke: its size is told, not its digits."""
+    return f"{value:{form}}" if abs(value) < 1e6 else f"{value:.1e}"
 
 
 def _percent(estimate: Estimate | None) -> str:
