@@ -26,6 +26,10 @@ class DataError(UserError):
     """A data file or folder that cannot be used."""
 
 
+class InUseError(UserError):
+    """A run folder that another process is writing."""
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged or belongs to something else."""
 

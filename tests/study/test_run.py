@@ -20,6 +20,8 @@ from slipstream.study.pool import Pool
 from slipstream.study.results import FAILED_FILE, Result, collect, losses
 from slipstream.study.run import Clock, Limits, run_study, steady_seconds
 from slipstream.study.show import Show
+from slipstream.study.sweep import Point
+from slipstream.study.worker import _run
 
 TOY = Path(__file__).parents[2] / "studies" / "toy.toml"
 VOCAB = 64
@@ -35,6 +37,34 @@ def data(tmp_path_factory) -> Path:
         stream = np.cumsum(random.integers(0, 4, 20_000)) % VOCAB
         write_shard(folder / f"{split}_000.bin", stream.astype("<u2"))
     return folder
+
+
+class HerePool:
+    """A pool whose one worker is this process."""
+
+    def __init__(self, size: int, out: Path) -> None:
+        self.ended = []
+
+    active = property(lambda self: self.ended)
+    idle = property(lambda self: not self.ended)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def prepare(self, count: int) -> None:
+        pass
+
+    def start(self, point: Point, folder: Path) -> None:
+        tree = point.config.model_dump()
+        tree["run"]["dir"] = str(folder)
+        self.ended.append((point, _run(tree)))
+
+    def wait(self, timeout_seconds: float):
+        ended, self.ended = self.ended, []
+        return ended
 
 
 def command(*arguments: object, code: int = 0) -> None:
@@ -163,6 +193,23 @@ def test_a_killed_worker_is_reported_and_replaced(tmp_path, data):
         assert report.broken
         assert "exit code -9" in report.message
         assert pool.idle
+
+
+def test_a_run_that_another_process_is_at_is_left_to_it(tmp_path, data, monkeypatch):
+    """Two `study run` on one folder: what the second finds locked must not be put on record as failed."""
+    from slipstream.train import folder as folders
+
+    monkeypatch.setattr("slipstream.study.run.Pool", HerePool)
+    monkeypatch.setattr(Clock, "left", lambda *_: None)
+    monkeypatch.setattr(folders, "LOCK_PATIENCE_SECONDS", 0.0)
+    study = load_study(TOY, [*SMALLER, f"data.path={data}"])
+    point = study.expand({}).points[0]
+    limits = Limits(only=point.name)
+    with folders.lock(tmp_path / point.folder):
+        outcome = run_study(study, tmp_path, limits, Show(tmp_path))
+    assert (outcome.finished, outcome.failed, outcome.left) == ([], {}, 1)
+    assert not (tmp_path / point.folder / FAILED_FILE).exists()
+    assert run_study(study, tmp_path, limits, Show(tmp_path)).finished == [point.name]
 
 
 def test_time_is_estimated_from_the_nearest_runs():

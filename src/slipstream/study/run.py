@@ -152,6 +152,9 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show, also: Sequenc
                 continue
             for point, report in ended:
                 folder = out / point.folder
+                if report.elsewhere:  # no failure: written there, it would be taken for the end of that run
+                    show.elsewhere(point)
+                    continue
                 if report.message:
                     write_failure(folder, point, report.message, report.trace)
                 result = read_folder(folder)

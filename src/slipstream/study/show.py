@@ -90,5 +90,10 @@ class Show:
             markup=True,
         )
 
+    def elsewhere(self, point: Point) -> None:
+        if self._bars is not None:
+            self._bars.remove_task(self._tasks.pop(point.digest)[0])
+        self.note(f"{point.name}  left to the process that is running it in this folder")
+
     def note(self, text: str, *, markup: bool = False) -> None:
         self._console.print(text if markup else escape(text), soft_wrap=True)

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from shutil import rmtree
@@ -30,7 +30,8 @@ class Report:
     message: str
     trace: str
     broken: bool
-    seconds: float
+    seconds: float = 0.0
+    elsewhere: bool = False  # not begun: another process is at it
 
 
 def serve(connection: Connection, log: str, parent: int, compile_threads: int) -> None:
@@ -48,9 +49,9 @@ def serve(connection: Connection, log: str, parent: int, compile_threads: int) -
             _forget_compiled()  # torch gives up compiling a function that keeps meeting new shapes
         shape = shape_of(tree)
         print(f"--- {tree['run']['dir']}", flush=True)
-        message, trace, broken = _run(tree)
-        connection.send(Report(message, trace, broken, time.perf_counter() - began))
-        if broken:
+        report = _run(tree)
+        connection.send(replace(report, seconds=time.perf_counter() - began))
+        if report.broken:
             return
 
 
@@ -59,23 +60,25 @@ def _import_now() -> None:
     import slipstream.train.session  # noqa: F401
 
 
-def _run(tree: dict[str, Any]) -> tuple[str, str, bool]:
-    """Train one run; (problem, traceback, whether this process may be spoilt)."""
+def _run(tree: dict[str, Any]) -> Report:
+    """Train one run; after anything but a mistake of the user's this process may be spoilt."""
     from slipstream.config import from_tree
-    from slipstream.errors import UserError
+    from slipstream.errors import InUseError, UserError
     from slipstream.train.session import start
 
     try:
         start(from_tree(tree))
+    except InUseError as error:
+        return Report(str(error), "", broken=False, elsewhere=True)
     except UserError as error:
-        return str(error), "", False
+        return Report(str(error), "", broken=False)
     except Exception as error:  # a failed run must not end the study; a CUDA error outlives its run
         trace = traceback.format_exc()
         print(trace, flush=True)
-        return f"{type(error).__name__}: {error}", trace, True
+        return Report(f"{type(error).__name__}: {error}", trace, broken=True)
     finally:
         _clean(Path(tree["run"]["dir"]))
-    return "", "", False
+    return Report("", "", broken=False)
 
 
 def _clean(folder: Path) -> None:

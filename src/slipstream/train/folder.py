@@ -27,7 +27,7 @@ from typing import IO, Any
 import torch
 
 from slipstream.config import Change, Config, changes, from_tree, to_toml
-from slipstream.errors import CheckpointError, UserError
+from slipstream.errors import CheckpointError, InUseError, UserError
 from slipstream.metrics.events import EVENTS_FILE
 from slipstream.metrics.record import cut_back, finished_at, has_event
 from slipstream.train import checkpoint
@@ -84,7 +84,7 @@ def lock(folder: Path) -> IO[str]:
         except OSError:
             if time.monotonic() > deadline:
                 file.seek(0)
-                raise UserError(
+                raise InUseError(
                     f"run.dir '{folder}' is in use by process {file.read().strip() or 'unknown'}. "
                     "Wait for it, stop it, or set another run.dir."
                 ) from None
