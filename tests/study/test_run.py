@@ -17,7 +17,7 @@ from slipstream.errors import UserError
 from slipstream.metrics.events import read_run
 from slipstream.study.parse import load_study
 from slipstream.study.pool import Pool
-from slipstream.study.results import FAILED_FILE, Result, collect, losses
+from slipstream.study.results import FAILED_FILE, Result, collect, losses, write_failure
 from slipstream.study.run import Clock, Limits, run_study, steady_seconds
 from slipstream.study.show import Show
 from slipstream.study.sweep import Point
@@ -210,6 +210,42 @@ def test_a_run_that_another_process_is_at_is_left_to_it(tmp_path, data, monkeypa
     assert (outcome.finished, outcome.failed, outcome.left) == ([], {}, 1)
     assert not (tmp_path / point.folder / FAILED_FILE).exists()
     assert run_study(study, tmp_path, limits, Show(tmp_path)).finished == [point.name]
+
+
+def test_a_worker_that_died_while_idle_is_replaced(tmp_path, data):
+    point = load_study(TOY, [*SMALLER, f"data.path={data}"]).expand({}).points[0]
+    with Pool(1, tmp_path) as pool:
+        pool.prepare(1)
+        (dead,) = pool._workers
+        dead.process.kill()
+        dead.process.join()
+        pool.start(point, tmp_path / "run")
+        (worker,) = pool.active
+        assert worker.process.pid != dead.process.pid
+        assert worker.point is point
+
+
+def test_a_retry_forgets_the_failures_it_runs_again_and_no_others(tmp_path, data):
+    study = load_study(TOY, [*SMALLER, f"data.path={data}"])
+    wanted, other, foreign = study.expand({}).points[:3]
+    write_failure(tmp_path / wanted.folder, wanted, "died")
+    write_failure(tmp_path / other.folder, other, "died")
+    write_failure(tmp_path / "of-another-study", replace(foreign, digest="0123456789"), "died")
+    no_time = Limits(only=wanted.name, retry=True, minutes=0.0)
+    outcome = run_study(study, tmp_path, no_time, Show(tmp_path))
+    assert (outcome.left, outcome.failed_before) == (1, 0)
+    assert set(collect(tmp_path)) == {other.digest, "0123456789"}
+
+
+def test_a_run_that_failed_at_once_says_nothing_about_time(tmp_path, data, monkeypatch):
+    monkeypatch.setattr("slipstream.study.run.Pool", HerePool)
+    monkeypatch.setattr(Clock, "left", lambda *_: None)
+    seen = []
+    monkeypatch.setattr(Clock, "observe", lambda _, point, seconds: seen.append(point.name))
+    study = load_study(TOY, [*SMALLER, f"data.path={data}", "optim.options.no_such_option=1"])
+    outcome = run_study(study, tmp_path, Limits(only="seed=0 optimizer=muon mode=sync"), Show(tmp_path))
+    assert len(outcome.failed) == 1
+    assert seen == []
 
 
 def test_time_is_estimated_from_the_nearest_runs():

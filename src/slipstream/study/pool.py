@@ -63,11 +63,17 @@ class Pool:
 
     def start(self, point: Point, folder: Path) -> None:
         """Give the run to an idle worker."""
-        worker = next((w for w in self._workers if w.point is None), None) or self._hire()
-        worker.point, worker.began = point, time.monotonic()
         tree = point.config.model_dump()
         tree["run"]["dir"] = str(folder)
-        worker.connection.send(tree)
+        while True:
+            worker = next((w for w in self._workers if w.point is None), None) or self._hire()
+            try:
+                worker.connection.send(tree)
+                break
+            except OSError:  # it died while it had nothing to do
+                self._dismiss(worker)
+                self._workers.remove(worker)
+        worker.point, worker.began = point, time.monotonic()
 
     def wait(self, timeout_seconds: float) -> list[tuple[Point, Report]]:
         """Runs that ended, waiting at most so long for the first."""

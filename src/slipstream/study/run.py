@@ -100,10 +100,7 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show, also: Sequenc
     out.mkdir(parents=True, exist_ok=True)
     results = collect(out, *also)
     if limits.retry:
-        for result in results.values():
-            if result.failed and result.run:
-                rmtree(out / result.run, ignore_errors=True)
-        results = {name: result for name, result in results.items() if not result.failed}
+        _forget_failures(study, results, out, limits.only)
     deadline = None if limits.minutes is None else time.monotonic() + 60 * limits.minutes
     clock, outcome = Clock(results), Outcome()
     attempted: set[str] = set()
@@ -162,10 +159,10 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show, also: Sequenc
                     continue  # interrupted: the same command runs it again
                 assert result.digest == point.digest, f"{folder} holds {result.digest}, not {point.digest}"
                 results[point.digest] = result
-                clock.observe(point, steady_seconds(result, report.seconds))
                 if result.failed:
                     outcome.failed[point.name] = result.failed
                 else:
+                    clock.observe(point, steady_seconds(result, report.seconds))
                     outcome.finished.append(point.name)
                 show.ended(point, result, report.seconds)
             if ended:
@@ -173,6 +170,14 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show, also: Sequenc
     outcome.left = sum(1 for p in expansion.points if p.digest not in results and _wanted(p, limits.only))
     outcome.waiting = expansion.waiting
     return outcome
+
+
+def _forget_failures(study: Study, results: dict[str, Result], out: Path, only: str | None) -> None:
+    """Those of the runs that are wanted now: other studies keep theirs in the same folder."""
+    for point in study.expand(losses(results)).points:
+        if _wanted(point, only) and point.digest in results and results[point.digest].failed:
+            rmtree(out / point.folder, ignore_errors=True)
+            del results[point.digest]
 
 
 def _fits(seconds: float | None, deadline: float | None) -> bool:
