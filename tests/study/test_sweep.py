@@ -97,6 +97,14 @@ def test_tune_takes_the_best_of_the_grid_for_each_combination(study):
     assert found.notes == ("The best lr of optimizer=muon mode=ef, 0.001, lies at the edge of its grid.",)
 
 
+def test_the_edge_of_a_grid_is_that_of_its_values_and_not_of_their_order(study):
+    made = study(TUNE, AXES.replace("[0.001, 0.002, 0.004]", "[0.002, 0.001, 0.004]"))
+    grid = made.expand({}).points
+    assert made.expand(losses_of(grid, {"sync": "0.002", "ef": "0.002"})).notes == ()
+    (note,) = made.expand(losses_of(grid, {"sync": "0.002", "ef": "0.001"})).notes
+    assert "0.001, lies at the edge" in note
+
+
 def test_tune_waits_only_for_its_own_grid_and_leaves_out_what_never_trains(study):
     made = study(TUNE)
     grid = made.expand({}).points
@@ -134,11 +142,17 @@ def test_overrides_change_the_base_and_not_the_axes(study):
         ('sum = ["seed"]', "one of product, zip, chain or tune"),
         ('tune = "lr"\nover = "lr"', "needs tune, by, over and then"),
         (TUNE + "tune_with = 5", "tune_with is a table"),
+        (
+            TUNE.replace('"lr"\n', '"rate"\n'),
+            "'rate' is not an axis of its `over`",
+        ),  # before its runs, not after
+        ('chain = ["mode:ef", "other"]', "Two different runs are both called mode=ef"),
     ],
 )
 def test_mistakes_are_named(study, runs, words):
+    other = '[axes.other]\nname = "mode"\nvalues.ef = { optim.correction = "none" }\n'
     with pytest.raises(UserError, match=words):
-        study(runs).expand({})
+        study(runs, AXES + other).expand({})
 
 
 def test_a_run_that_cannot_work_is_named(study):

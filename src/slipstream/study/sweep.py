@@ -131,9 +131,14 @@ class Study:
         """Every run that can be named, given what has ended; equal runs once, in the order of the file."""
         state = _Expansion(self.base, losses)
         points: dict[str, Point] = {}
+        places: dict[frozenset[tuple[str, str]], str] = {}
         for combination in state.combinations(self.runs):
             point = state.point(combination)
             points.setdefault(point.digest, point)
+            if places.setdefault(frozenset(point.labels.items()), point.digest) != point.digest:
+                raise UserError(
+                    f"Two different runs are both called {point.name}. Give their values other names."
+                )
         return Expansion(tuple(points.values()), state.waiting, tuple(dict.fromkeys(state.notes)))
 
 
@@ -182,8 +187,9 @@ class _Expansion:
             combination = (*grid, *cheaper)
             yield combination
             group, found = _labels(combination, node.by), self.point(combination).digest
+            choice = _choice(combination, node.axis)
             if found in self.losses:
-                tried.setdefault(group, []).append((_choice(combination, node.axis), self.losses[found]))
+                tried.setdefault(group, []).append((choice, self.losses[found]))
             else:
                 unknown.add(group)
         for combination in self.combinations(node.then):
@@ -209,7 +215,8 @@ class _Expansion:
         if not math.isfinite(means[label]):
             self.notes.append(f"No {node.axis} of the grid trains {where}: left out.")
             return None
-        if len(means) > 2 and label in (next(iter(means)), next(reversed(means))):
+        grid = sorted(means, key=lambda name: by_value(name)[0])  # words stay in the order of the file
+        if len(means) > 2 and label in (grid[0], grid[-1]):
             self.notes.append(f"The best {node.axis} of {where}, {label}, lies at the edge of its grid.")
         best = next(choice for choice, _ in tried if choice.label == label)
         return best
@@ -273,6 +280,14 @@ def merge(base: Tree, change: Tree) -> Tree:
 
 def _text(labels: Mapping[str, str]) -> str:
     return " ".join(f"{axis}={label}" for axis, label in labels.items())
+
+
+def by_value(label: str) -> tuple[float, str]:
+    """A key to sort labels by: numbers by size, then words in the order of letters."""
+    try:
+        return float(label), label
+    except ValueError:
+        return math.inf, label
 
 
 def names(items: Any) -> str:

@@ -15,7 +15,7 @@ from slipstream.study.cells import Cell, Layout, all_cells, compared, layout_of,
 from slipstream.study.penalty import net_gain, penalty_of_gap, speedup
 from slipstream.study.results import Result
 from slipstream.study.statistics import Estimate
-from slipstream.study.sweep import Expansion, Point, Study
+from slipstream.study.sweep import Expansion, Point, Study, by_value
 
 STAGES = (8, 16, 32)
 MICROBATCHES = (1, 2, 3)  # per stage
@@ -152,7 +152,7 @@ def grid_tables(cells: Sequence[Cell], layout: Layout) -> list[Table]:
         values = list(
             dict.fromkeys(cell.chosen[position][1] for cell in cells if len(cell.chosen) > position)
         )
-        values.sort(key=_sort_key)
+        values.sort(key=by_value)
         rows: dict[tuple[str, ...], dict[str, str]] = {}
         axes = _axes(cells)
         for cell in cells:
@@ -282,10 +282,3 @@ def pipes(table: Table) -> str:
     return "\n".join(
         [line(table.header), line(["---"] * len(table.header)), *(line(row) for row in table.rows)]
     )
-
-
-def _sort_key(label: str) -> tuple[float, str]:
-    try:
-        return float(label), label
-    except ValueError:
-        return float("inf"), label
