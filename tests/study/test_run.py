@@ -97,6 +97,7 @@ def test_the_toy_study_end_to_end(tmp_path, data, capsys):
     assert sync.loss != late.loss  # delay is seen in the loss
     assert [tokens for tokens, _ in sync.validation] == [4 * 64, 8 * 64]
     assert sync.validation[-1][1] == sync.loss
+    assert len(sync.held_out) == len(sync.data) == 64
     folder = out / points["muon", "sync"].folder
     assert read_run(folder).status == "finished"
     kept = {path.name for path in folder.iterdir()}  # a study keeps numbers, not weights

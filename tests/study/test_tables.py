@@ -116,6 +116,27 @@ def test_runs_on_two_texts_are_no_pair(tmp_path):
     assert seeds == {"sync": "3", "delay": "3", "ef": "2 (1 paired)", "ef+start": "1 (0 paired)"}
 
 
+def test_runs_measured_on_two_texts_are_no_pair_either(tmp_path):
+    """Trained on the same tokens; a run that was made before the text was noted is taken at its word."""
+    study, expansion, results = make(tmp_path, 'product = ["seed", "mode"]', PAIRED)
+    layout = layout_of(study)
+    texts = {("0", "sync"): "a", ("0", "delay"): "b", ("1", "delay"): "b"}
+    noted = {
+        point.digest: replace(
+            results[point.digest], held_out=texts[point.labels["seed"], point.labels["mode"]]
+        )
+        for point in expansion.points
+        if (point.labels["seed"], point.labels["mode"]) in texts
+    }
+    cells = {
+        cell.mode: cell for cell in compared(all_cells(expansion.points, results | noted, layout), layout)
+    }
+    assert cells["delay"].gap.n == 2  # seeds 1 and 2
+    assert cells["ef"].gap.n == 2
+    write_tables(study, expansion, results | noted, tmp_path)
+    assert "do not share their validation text: a, b." in (tmp_path / "s.md").read_text()
+
+
 def test_the_loss_table_says_what_it_rests_on(paired):
     _, _, _, cells, layout = paired
     table = loss_table(list(cells.values()), layout)
@@ -180,6 +201,17 @@ def test_the_best_of_a_tuned_axis_is_chosen_on_common_seeds(tmp_path):
     ]
 
 
+def test_a_value_at_which_a_seed_failed_is_not_the_best(tmp_path):
+    losses: dict[str, float | None] = {
+        "0 0.001 sync": 3.2, "0 0.002 sync": 3.0,
+        "1 0.001 sync": 3.2, "1 0.002 sync": None,
+    }  # fmt: skip
+    study, expansion, results = make(tmp_path, 'product = ["seed", "lr", "mode"]', losses, 'best = ["lr"]')
+    layout = layout_of(study)
+    (row,) = compared(all_cells(expansion.points, results, layout), layout)
+    assert row.chosen == (("lr", "0.001"),)
+
+
 def test_with_lengths_the_penalty_is_read_off_final_losses(tmp_path):
     losses: dict[str, float | None] = {"100 sync": 4.0, "400 sync": 3.0, "400 delay": 3.5, "100 delay": 4.25}
     study, expansion, results = make(tmp_path, 'product = ["updates", "mode"]', losses, 'length = "updates"')
@@ -193,6 +225,13 @@ def test_with_lengths_the_penalty_is_read_off_final_losses(tmp_path):
     assert not rows["400", "delay"].extrapolated
     assert rows["100", "delay"].penalty.value == pytest.approx(4**0.25)
     assert rows["100", "delay"].extrapolated
+
+    # A length that was run on another text is no point of the curve.
+    (short,) = (p for p in expansion.points if p.labels == {"updates": "100", "mode": "sync"})
+    results[short.digest] = replace(results[short.digest], data="another text")
+    assert all(
+        cell.penalty is None for cell in compared(all_cells(expansion.points, results, layout), layout)
+    )
 
 
 def test_export_reads_back_as_it_was(tmp_path, paired):

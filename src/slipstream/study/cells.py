@@ -135,9 +135,9 @@ def slope_by_length(reference: Cell, cheaper: Sequence[Cell]) -> float | None:
     falls = []
     if shorter:
         best = _best(shorter)
-        for seed, run in best.results.items():
-            whole_run = reference.results.get(seed)
-            if whole_run is not None and run.tokens < whole_run.tokens:
+        for seed in pairs(best, reference):
+            run, whole_run = best.results[seed], reference.results[seed]
+            if run.tokens < whole_run.tokens:
                 fall = best.losses[seed] - reference.losses[seed]
                 falls.append(fall / math.log(whole_run.tokens / run.tokens))
     slope = statistics.fmean(falls) if falls else 0.0
@@ -145,8 +145,12 @@ def slope_by_length(reference: Cell, cheaper: Sequence[Cell]) -> float | None:
 
 
 def _best(cells: Sequence[Cell]) -> Cell:
-    """Lowest mean over the seeds that all values have; then a value with more seeds is no better for it."""
+    """Lowest mean over the seeds that all values have; then a value with more seeds is no better for it.
+
+    A value at which a seed failed is no match for one at which none did: what is left of it are its lucky seeds.
+    """
     alive = [cell for cell in cells if cell.results]
+    alive = [cell for cell in alive if not cell.failed] or alive
     if len(alive) < 2:
         return (alive or list(cells))[0]
     common = set.intersection(*(set(cell.results) for cell in alive))
@@ -156,9 +160,9 @@ def _best(cells: Sequence[Cell]) -> Cell:
 
 
 def pairs(cell: Cell, reference: Cell) -> list[str]:
-    """Seeds both have, with runs that read the same tokens: losses on two texts are no pair."""
+    """Seeds both have, with runs that read the same tokens."""
     known = reference.results
-    return [seed for seed, run in cell.results.items() if seed in known and run.data == known[seed].data]
+    return [seed for seed, run in cell.results.items() if seed in known and run.same_text(known[seed])]
 
 
 def _compare(cell: Cell, chosen: Mapping[tuple[Labels, str], Cell], layout: Layout) -> Cell:
@@ -195,7 +199,9 @@ def _curve(
         for (group, mode), sync in chosen.items()
         if mode == layout.reference and _without(group, layout.length) == _without(cell.group, layout.length)
     ]
-    return [(sync.results[seed].tokens, sync.losses[seed]) for sync in others if seed in sync.losses]
+    return [
+        (sync.results[seed].tokens, sync.losses[seed]) for sync in others if seed in pairs(sync, reference)
+    ]
 
 
 def _among(losses: Mapping[str, float], seeds: Sequence[str]) -> dict[str, float]:

@@ -121,10 +121,10 @@ def _notes(expansion: Expansion, results: Mapping[str, Result]) -> list[str]:
         result = results.get(point.digest)
         if result is not None and result.failed:
             notes.append(f"{point.name} failed: {result.failed.partition(chr(10))[0]}")
-    for what in ("device", "data"):
-        kinds = sorted({getattr(result, what) for result in ended if getattr(result, what)})
+    for attribute, what in (("device", "device"), ("data", "data"), ("held_out", "validation text")):
+        kinds = sorted({getattr(result, attribute) for result in ended if getattr(result, attribute)})
         if len(kinds) > 1:
-            apart = " Only runs on the same data are paired." if what == "data" else ""
+            apart = "" if attribute == "device" else " Only runs on the same data are paired."
             notes.append(
                 f"These runs do not share their {what}: {', '.join(kind[:24] for kind in kinds)}.{apart}"
             )

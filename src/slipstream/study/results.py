@@ -45,8 +45,14 @@ class Result:
     validation: Curve = field(default_factory=list)  # (tokens, loss)
     training: Curve = field(default_factory=list)  # (tokens, loss), thinned and rounded: for the eye
     device: str = ""
-    data: str = ""  # fingerprint
+    data: str = ""  # fingerprint of what it trained on
+    held_out: str = ""  # and of what its losses were measured on; "": made before that was noted
     versions: Mapping[str, str | None] = field(default_factory=dict)
+
+    def same_text(self, other: Result) -> bool:
+        """Whether the two read the same tokens; losses on two texts are no pair."""
+        known = not self.held_out or not other.held_out or self.held_out == other.held_out
+        return self.data == other.data and known
 
     def key(self, name: str, default: Any = None) -> Any:
         return self.settings.get(name, default)
@@ -113,6 +119,7 @@ def read_folder(folder: Path) -> Result | None:
         training=[(x, round(y, 4)) for x, y in thinned(_curve(run, "step"))],
         device=str(environment.get("device", "")),
         data=str(environment.get("data", {}).get("fingerprint", "")),
+        held_out=str(environment.get("data", {}).get("validation_fingerprint", "")),
         versions=environment.get("versions", {}),
     )
 

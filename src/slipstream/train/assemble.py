@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from slipstream.config import Config
+from slipstream.data.shards import find_shards, fingerprint
 from slipstream.distributed import World
 from slipstream.metrics.progress import Show
 from slipstream.metrics.record import Recorder, has_event
@@ -208,7 +209,12 @@ def _open_records(
     """The leader's files: resolved config, environment, tokenizer, events."""
     folder = Path(config.run.dir)
     folders.write_config(folder, config)
-    described = {"folder": str(data), "fingerprint": plan.data_fingerprint}
+    held_out = fingerprint(find_shards(data, "valid"))  # other text to validate on is another loss
+    described = {
+        "folder": str(data),
+        "fingerprint": plan.data_fingerprint,
+        "validation_fingerprint": held_out,
+    }
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     folders.write_environment(folder, config, described, name)
     if (data / TOKENIZER_FILE).is_file():
