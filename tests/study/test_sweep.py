@@ -146,6 +146,11 @@ def test_overrides_change_the_base_and_not_the_axes(study):
             TUNE.replace('"lr"\n', '"rate"\n'),
             "'rate' is not an axis of its `over`",
         ),  # before its runs, not after
+        ("product = 3", "product = 3: it is a list"),
+        ('product = "seed"', "product = 'seed': it is a list"),
+        (TUNE.replace('["optimizer", "mode"]', '"mode"'), "by = 'mode': it is a list of names"),
+        (TUNE.replace("like.mode", "like.moed"), "like names 'moed', and tune is by 'optimizer', 'mode'"),
+        (TUNE.replace('{ delay = "ef" }', '"ef"'), r"like\.mode = 'ef': it is a table"),
         ('chain = ["mode:ef", "other"]', "Two different runs are both called mode=ef"),
     ],
 )
@@ -153,6 +158,33 @@ def test_mistakes_are_named(study, runs, words):
     other = '[axes.other]\nname = "mode"\nvalues.ef = { optim.correction = "none" }\n'
     with pytest.raises(UserError, match=words):
         study(runs, AXES + other).expand({})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("base = 3", "base = 3: it is a table"),
+        ("axes = 3", "axes = 3: it is a table"),
+        ("axes.seed = 3", "axes.seed = 3: it is a table"),
+        ("table = [1]", r"table = \[1\]: it is a table"),
+        ("base.train = 3", "'train' is 3 in one place"),
+        (
+            "base.optim = 3\naxes.lr = { key = 'optim.lr', values = [1] }\nruns = 'lr'",
+            "'optim' is 3 in one place",
+        ),
+        ("base.pipeline = '2bw'", "'pipeline' is '2bw' in one place"),
+        ("axes.seed = { key = 3, values = [0] }", "needs a key and a list of values"),
+        ("axes.mode.values = {}", "needs a key and a list of values, or a table of named values"),
+        ("axes.m.values.a = { pipeline.schedule = '1f1b' }\nruns = 'm'", "The run m=a .* in one process"),
+        ("name = 'a/b'", "cannot name files"),
+        ("name = ''", "cannot name files"),
+    ],
+)
+def test_what_is_no_study_is_named(tmp_path, text, words):
+    path = tmp_path / "study.toml"
+    path.write_text(text + ("" if "runs" in text else "\nruns.product = []"))
+    with pytest.raises(UserError, match=words):
+        load_study(path).expand({})
 
 
 def test_a_run_that_cannot_work_is_named(study):
@@ -168,7 +200,7 @@ def test_an_unknown_key_is_named(study):
 
 def test_a_study_runs_in_one_process(study):
     with pytest.raises(UserError, match="in one process"):
-        study('product = ["seed"]', AXES, "pipeline.schedule=2bw")
+        study('product = ["seed"]', AXES, "pipeline.schedule=2bw").expand({})
 
 
 def test_digest_is_of_what_decides_the_numbers():

@@ -212,6 +212,11 @@ def test_a_value_at_which_a_seed_failed_is_not_the_best(tmp_path):
     assert row.chosen == (("lr", "0.001"),)
 
 
+def test_the_best_of_one_axis_needs_no_list(tmp_path):
+    study, *_ = make(tmp_path, 'product = ["seed", "lr", "mode"]', {}, 'best = "lr"')
+    assert layout_of(study).best == ("lr",)
+
+
 def test_with_lengths_the_penalty_is_read_off_final_losses(tmp_path):
     losses: dict[str, float | None] = {"100 sync": 4.0, "400 sync": 3.0, "400 delay": 3.5, "100 delay": 4.25}
     study, expansion, results = make(tmp_path, 'product = ["updates", "mode"]', losses, 'length = "updates"')
@@ -279,10 +284,21 @@ def test_no_results_give_no_tables(paired):
     assert tables(study, expansion, {}) == []
 
 
-def test_an_unknown_table_key_is_named(tmp_path):
-    study, *_ = make(tmp_path, 'product = ["seed"]', {}, 'seeds = "seed"')
-    with pytest.raises(UserError, match="seeds"):
-        layout_of(study)
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ('seeds = "seed"', "has \\['seeds'\\]"),
+        ('best = "lr"', "best = 'lr', and the axes are 'seed', 'mode'"),
+        ("best = 3", "best = 3, and the axes are"),
+        ('best = ["lr"]', "best = 'lr', and the axes are"),
+        ('mode = ["mode"]', r"mode = \['mode'\], and the axes are"),
+        ('length = "updats"', "length = 'updats', and the axes are"),
+        ('reference = "synch"', "reference = 'synch', and 'mode' has 'sync', 'delay', 'ef', 'ef\\+start'"),
+    ],
+)
+def test_a_mistake_in_the_table_is_named_before_anything_runs(tmp_path, table, words):
+    with pytest.raises(UserError, match=words):
+        make(tmp_path, 'product = ["seed", "mode"]', {}, table)
 
 
 def test_thinning_keeps_means():

@@ -23,7 +23,7 @@ from slipstream.errors import UserError
 from slipstream.study.penalty import Curve, mean_penalty, token_penalty
 from slipstream.study.results import Result
 from slipstream.study.statistics import Estimate, paired_gap, share_recovered, standard_error
-from slipstream.study.sweep import TUNING, Point, Study
+from slipstream.study.sweep import TUNING, Point, Study, names
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -73,12 +73,25 @@ class Cell:
 
 
 def layout_of(study: Study) -> Layout:
-    known = {item.name for item in fields(Layout)}
-    if unknown := set(study.table) - known:
+    known = [item.name for item in fields(Layout)]
+    if unknown := set(study.table) - set(known):
         raise UserError(f"[table] of '{study.name}' has {sorted(unknown)}; it may have {sorted(known)}.")
     values: dict[str, Any] = dict(study.table)
-    values["best"] = tuple(values.get("best", ()))
-    return Layout(**values)
+    best = values.get("best", [])
+    values["best"] = tuple(best) if isinstance(best, list) else (best,)
+    layout, labels = Layout(**values), study.labels()
+    for key in (key for key in known if key in study.table):
+        modes = key in ("reference", "baseline")
+        allowed = labels.get(layout.mode, []) if modes else list(labels)
+        wanted = values[key] if key == "best" else (values[key],)
+        if stray := [name for name in wanted if name not in allowed]:
+            what = (
+                f"'{layout.mode}' has {names(allowed) or 'no values'}"
+                if modes
+                else f"the axes are {names(allowed)}"
+            )
+            raise UserError(f"[table] of '{study.name}' has {key} = {stray[0]!r}, and {what}.")
+    return layout
 
 
 def all_cells(points: Sequence[Point], results: Mapping[str, Result], layout: Layout) -> list[Cell]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from slipstream.config.load import parse_value, read_toml
 from slipstream.errors import UserError
+from slipstream.study.cells import layout_of
 from slipstream.study.sweep import TUNING, Axis, Choice, Combine, Node, Study, Tree, Tune, merge, names
 
 # Below the file's own base: what a run of a study does not need.
@@ -30,25 +31,41 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
         )
     if "runs" not in tree:
         raise UserError(f"'{path}' has no [runs]: say which axes are combined, for example product = [...].")
-    base = merge(DEFAULTS, tree.get("base", {}))
+    base = merge(DEFAULTS, _table(tree, "base"))
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals:
             raise UserError(f"'{text}' is not an override; write key=value, for example data.path=data/text.")
         base = merge(base, _nest(key.strip(), parse_value(value.strip())))
-    if base["pipeline"].get("schedule") != "emulate":
-        raise UserError(
-            f"'{path}' sets pipeline.schedule = '{base['pipeline'].get('schedule')}'. A study runs each run in "
-            "one process: drop it, or set it to emulate."
-        )
-    axes = {name: _axis(name, settings) for name, settings in tree.get("axes", {}).items()}
-    return Study(
-        name=str(tree.get("name", Path(path).stem)),
+    name = str(tree.get("name", Path(path).stem))
+    if not name or Path(name).name != name:
+        raise UserError(f"name = '{name}' in '{path}' cannot name files: leave out '/', and say something.")
+    blocks = _table(tree, "axes")
+    axes = {block: _axis(block, _table(blocks, block, "axes.")) for block in blocks}
+    study = Study(
+        name=name,
         about=str(tree.get("about", "")).strip(),
         base=base,
         runs=_node(tree["runs"], axes),
-        table=dict(tree.get("table", {})),
+        table=_table(tree, "table"),
     )
+    layout_of(study)  # a mistake there is said before the runs, not after
+    return study
+
+
+def _table(tree: Tree, key: str, prefix: str = "") -> Tree:
+    found = tree.get(key, {})
+    if not isinstance(found, dict):
+        raise UserError(
+            f"{prefix}{key} = {found!r}: it is a table; write [{prefix}{key}] and its keys below."
+        )
+    return found
+
+
+def _words(found: Any, key: str) -> list[str]:
+    if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
+        raise UserError(f'{key} = {found!r}: it is a list of names, for example {key} = ["seed", "mode"].')
+    return found
 
 
 def _axis(block: str, settings: Tree) -> Axis:
@@ -59,13 +76,13 @@ def _axis(block: str, settings: Tree) -> Axis:
             f"[axes.{block}] {problem}. An axis has values, a key unless they are named, and a name."
         )
     name, key, values = str(settings.get("name", block)), settings.get("key"), settings["values"]
-    if isinstance(values, dict):
+    if isinstance(values, dict) and values:
         if key is not None or not all(isinstance(tree, dict) for tree in values.values()):
             raise UserError(
                 f"[axes.{block}] names its values: each is a table of keys, and there is no `key`."
             )
         return Axis(name, tuple(Choice(name, label, _undotted(tree)) for label, tree in values.items()))
-    if key is None or not isinstance(values, list) or not values:
+    if not isinstance(key, str) or not isinstance(values, list) or not values:
         raise UserError(f"[axes.{block}] needs a key and a list of values, or a table of named values.")
     return Axis(name, tuple(Choice(name, _label(value), _nest(key, value)) for value in values))
 
@@ -83,10 +100,18 @@ def _node(spec: Any, axes: Mapping[str, Axis]) -> Node:
             )
         over, then = _node(spec["over"], axes), _node(spec["then"], axes)
         cheaper = _tune_with(spec["tune_with"]) if "tune_with" in spec else None
-        return Tune(spec["tune"], tuple(spec["by"]), over, then, spec.get("like", {}), cheaper)
+        by, like = _words(spec["by"], "by"), _table(spec, "like")
+        if stray := [axis for axis in like if axis not in by]:
+            raise UserError(f"like names {names(stray)}, and tune is by {names(by)}.")
+        borrowed = {axis: _table(like, axis, "like.") for axis in like}
+        return Tune(str(spec["tune"]), tuple(by), over, then, borrowed, cheaper)
     if len(spec) != 1 or not set(spec) <= {"product", "zip", "chain"}:
         raise UserError(f"A table of [runs] has one of product, zip, chain or tune; this has {names(spec)}.")
     ((how, parts),) = spec.items()
+    if not isinstance(parts, list):
+        raise UserError(
+            f"{how} = {parts!r}: it is a list of axes and tables, for example {how} = ['seed', 'mode']."
+        )
     return Combine(how, tuple(_node(part, axes) for part in parts))
 
 

@@ -127,6 +127,14 @@ class Study:
     runs: Node
     table: Tree
 
+    def labels(self) -> dict[str, list[str]]:
+        """Every axis that occurs in its runs, with the values used."""
+        found: dict[str, list[str]] = {}
+        for axis in _axes(self.runs):
+            held = found.setdefault(axis.name, [])
+            held += [choice.label for choice in axis.choices if choice.label not in held]
+        return found
+
     def expand(self, losses: Losses) -> Expansion:
         """Every run that can be named, given what has ended; equal runs once, in the order of the file."""
         state = _Expansion(self.base, losses)
@@ -177,6 +185,11 @@ class _Expansion:
             config = resolve(from_tree(tree))
         except UserError as error:
             raise UserError(f"The run {_text(labels)} of this study cannot work. {error}") from None
+        if config.pipeline.schedule != "emulate":
+            raise UserError(
+                f"The run {_text(labels)} of this study has pipeline.schedule = '{config.pipeline.schedule}'. A study "
+                "runs each run in one process: drop it, or set it to emulate."
+            )
         return Point(labels, config, digest(config))
 
     def _tuned(self, node: Tune) -> Iterator[Combination]:
@@ -220,6 +233,14 @@ class _Expansion:
             self.notes.append(f"The best {node.axis} of {where}, {label}, lies at the edge of its grid.")
         best = next(choice for choice, _ in tried if choice.label == label)
         return best
+
+
+def _axes(node: Node) -> Iterator[Axis]:
+    if isinstance(node, Axis):
+        yield node
+    else:
+        for part in node.parts if isinstance(node, Combine) else (node.over, node.then):
+            yield from _axes(part)
 
 
 def digest(config: Config) -> str:
@@ -273,8 +294,13 @@ def merge(base: Tree, change: Tree) -> Tree:
     """`base` with the values of `change`, table by table."""
     merged = dict(base)
     for key, value in change.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = merge(merged[key], value) if both else value
+        held = merged.get(key, value)
+        if isinstance(value, dict) != isinstance(held, dict):
+            plain = held if isinstance(value, dict) else value
+            raise UserError(
+                f"'{key}' is {plain!r} in one place of this study and a table of keys in another."
+            )
+        merged[key] = merge(held, value) if isinstance(value, dict) else value
     return merged
 
 
