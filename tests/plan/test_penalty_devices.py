@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -46,6 +47,23 @@ def test_a_users_table_replaces_ours(tmp_path):
             load_penalties(path)
     with pytest.raises(UserError, match="cannot be read"):
         load_penalties(tmp_path / "none.json")
+
+
+def test_a_table_that_is_none_is_named(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_penalties(path)
+    entry = {
+        "optimizer": "muon",
+        "correction": "none",
+        "penalty": 1.1,
+        "batch_tokens": math.nan,
+        "parameters": 1,
+    }
+    path.write_text(json.dumps({"entries": [entry]}))
+    with pytest.raises(UserError, match="out of range"):
+        load_penalties(path)
 
 
 def test_presets_are_plausible_and_sourced():

@@ -137,6 +137,17 @@ def test_what_the_planner_has_no_word_for_is_left_out(b_study):
     assert {entry.correction for entry in measured} == {"none"}
 
 
+def test_longer_runs_than_the_synchronous_ones_are_no_penalty_of_the_planners(b_study):
+    study, expansion, results = b_study
+    longer = {
+        name: Result(**(vars(result) | {"settings": result.settings | {"train.steps": 9999}}))
+        for name, result in results.items()
+        if result.settings["optim.correction"] == "error_feedback"
+    }
+    measured = entries(study.name, *compared_cells(study, expansion, results | longer))
+    assert {entry.correction for entry in measured} == {"none"}
+
+
 def test_a_table_is_refreshed_in_place(tmp_path):
     path = tmp_path / "penalty.json"
     path.write_text(json.dumps({"about": "x", "provisional": True, "entries": [
@@ -150,8 +161,8 @@ def test_a_table_is_refreshed_in_place(tmp_path):
     assert json.loads(path.read_text())["provisional"] is True
     assert write_penalties(path, [new]) == [new]  # again: the same table
     assert find_penalty(load_penalties(path), "muon", "none", 2e4, 5e7) == new
-    write_penalties(tmp_path / "fresh.json", [new])
-    assert load_penalties(tmp_path / "fresh.json") == (new,)
+    write_penalties(tmp_path / "new" / "fresh.json", [new])
+    assert load_penalties(tmp_path / "new" / "fresh.json") == (new,)
 
 
 def test_from_the_command_line(tmp_path, b_study, capsys):

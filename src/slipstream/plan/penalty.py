@@ -39,7 +39,7 @@ class Penalty:
     gap: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.penalty >= 1.0 or self.batch_tokens <= 0 or self.parameters <= 0:
+        if not (self.penalty >= 1.0 and self.batch_tokens > 0 and self.parameters > 0):
             raise UserError(
                 f"A token penalty entry is out of range: penalty {self.penalty} (at least 1), batch_tokens "
                 f"{self.batch_tokens} and parameters {self.parameters} (above 0)."
@@ -53,8 +53,9 @@ def load_penalties(path: str | Path | None = None) -> tuple[Penalty, ...]:
     else:
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"The penalty table {path} cannot be read: {error.strerror}.") from None
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise UserError(f"The penalty table {path} cannot be read: {why}.") from None
     try:
         entries = json.loads(text)["entries"]
         return tuple(Penalty(**entry) for entry in entries)
@@ -80,6 +81,7 @@ def write_penalties(path: Path, measured: Sequence[Penalty]) -> list[Penalty]:
     lines = [_entry_text(entry) for entry in entries]
     head = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in table.items() if key != "entries"]
     text = "\n".join(["{", *head, '  "entries": [', ",\n".join(lines), "  ]", "}", ""])
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return replaced
 

@@ -62,7 +62,7 @@ def _name(result: Result, reference: Result) -> str | None:
 
 
 def _kept(settings: Mapping[str, Any]) -> dict[str, Any]:
-    sections = ("model.", "data.", "pipeline.", "optim.")
+    sections = ("model.", "data.", "pipeline.", "optim.", "train.steps")
     kept = {key: value for key, value in settings.items() if key.startswith(sections)}
     return {key: value for key, value in kept.items() if key not in _MAY_DIFFER}
 
