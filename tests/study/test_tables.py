@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import math
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.cli import main
 from slipstream.errors import UserError
 from slipstream.study.cells import all_cells, compared, layout_of
 from slipstream.study.page import write_tables
@@ -259,6 +261,39 @@ def test_a_damaged_export_is_a_clear_error(tmp_path):
     path.write_bytes(b"no gzip")
     with pytest.raises(UserError, match="is no export of a study"):
         collect(tmp_path)
+    path.write_bytes(gzip.compress(b'{"digest": "d", "run": "r", "settings": {}}\n'))
+    with pytest.raises(UserError, match="is no export of a study: 'validation'"):
+        collect(tmp_path)
+
+
+def test_an_export_from_elsewhere_may_hold_a_loss_that_is_none(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    row = '{"digest": "d", "run": "r", "settings": {}, "loss": NaN, "validation": [], "training": []}\n'
+    path.write_bytes(gzip.compress(row.encode()))
+    (result,) = read_export(path)
+    assert (result.loss, result.failed) == (None, "the loss is not finite")
+
+
+def test_an_export_is_not_written_over_runs_that_nothing_else_holds(tmp_path, paired, capsys):
+    _, _, results, *_ = paired
+    study, export = tmp_path / "s.toml", tmp_path / "out" / "s.jsonl.gz"
+    write_export(export, results.values())
+    before = export.read_bytes()
+    few = tmp_path / "few.jsonl.gz"
+    write_export(few, list(results.values())[:2])
+
+    def command(*places: Path) -> object:
+        named = [word for place in places for word in ("--results", str(place))]
+        with pytest.raises(SystemExit) as ended:
+            main(["study", "export", str(study), *named, "--out", str(export.parent)])
+        return ended.value.code
+
+    assert command(few) == 2
+    assert "holds 8 runs that are not among these" in capsys.readouterr().err
+    assert export.read_bytes() == before
+    assert command(few, export) == 0
+    assert len(read_export(export)) == len(results)
+    assert [path.name for path in export.parent.iterdir()] == [export.name]
 
 
 def test_the_page_says_what_is_missing_and_what_failed(tmp_path, paired):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Annotated
 
@@ -111,6 +111,7 @@ def export(
     if not ended:
         raise _nothing(file, results)
     path = out / f"{study.name}.jsonl.gz"
+    _keep_all(path, {result.digest for result in ended})
     count = write_export(path, ended)
     print(f"{path}  {count} runs, {path.stat().st_size:,} bytes")
 
@@ -157,6 +158,16 @@ def _nothing(file: Path, results: Sequence[Path] | None) -> UserError:
     return UserError(
         f"No run of '{file}' has ended in {places}. Run it first, or name its folder with --results."
     )
+
+
+def _keep_all(path: Path, digests: Set[str]) -> None:
+    """An export is often all that another machine's runs have left behind: none is written over."""
+    lost = set(collect(path)) - digests if path.exists() else ()
+    if lost:
+        raise UserError(
+            f"'{path}' holds {len(lost)} runs that are not among these. Name it as well to keep them, with --results "
+            f"{path} beside the other --results, or delete it first."
+        )
 
 
 def _refresh(path: Path, name: str, rows: Compared) -> None:

@@ -135,8 +135,10 @@ def write_export(path: Path, results: Iterable[Result]) -> int:
     """One gzipped JSON line per run; the same bytes for the same results."""
     lines = [json.dumps(asdict(result), separators=(",", ":")) for result in results]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as file:
+    draft = path.with_name(f".{path.name}.draft")
+    with draft.open("wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as file:
         file.write("".join(f"{line}\n" for line in lines).encode())
+    draft.replace(path)  # whole or not at all: what was there before may be all that is left of some runs
     return len(lines)
 
 
@@ -144,8 +146,8 @@ def read_export(path: Path) -> list[Result]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             rows = [json.loads(line) for line in file if line.strip()]
-        return [Result(**(row | _curves(row))) for row in rows]
-    except (OSError, EOFError, ValueError, TypeError) as error:
+        return [_of_row(row) for row in rows]
+    except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"'{path}' is no export of a study: {error}. Write it with `slipstream study export`."
         ) from None
@@ -184,5 +186,8 @@ def _curve(run: Run, kind: str) -> Curve:
     return list(zip(*run.series(kind, "loss", x="tokens"), strict=True))
 
 
-def _curves(row: Mapping[str, Any]) -> dict[str, Curve]:
-    return {name: [(x, y) for x, y in row[name]] for name in ("validation", "training")}
+def _of_row(row: Mapping[str, Any]) -> Result:
+    curves = {name: [(x, y) for x, y in row[name]] for name in ("validation", "training")}
+    loss, settings = number(row.get("loss")), dict(row["settings"])
+    failed = row.get("failed") or ("" if loss is not None else "the loss is not finite")
+    return Result(**{**row, **curves, "loss": loss, "settings": settings, "failed": failed})
