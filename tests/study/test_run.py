@@ -170,6 +170,11 @@ def test_missing_data_is_said_once(tmp_path):
     study = load_study(TOY, ["data.path=/nowhere"])
     with pytest.raises(UserError, match="There is no data folder '/nowhere'"):
         run_study(study, tmp_path, Limits(), Show(tmp_path))
+    (tmp_path / "bare").mkdir()
+    study = load_study(TOY, [f"data.path={tmp_path / 'bare'}"])
+    with pytest.raises(UserError, match="bare has no"):
+        run_study(study, tmp_path, Limits(), Show(tmp_path))
+    assert collect(tmp_path) == {}  # nothing on record as failed
 
 
 def test_a_pattern_that_matches_nothing_shows_names(tmp_path, data):

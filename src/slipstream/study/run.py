@@ -16,6 +16,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+from slipstream.data.shards import find_shards
 from slipstream.errors import UserError
 from slipstream.study.pool import Pool, Worker
 from slipstream.study.results import (
@@ -209,8 +210,12 @@ def _tokens(point: Point) -> float:
 def _check_data(expansion: Expansion) -> None:
     """Say once that the data are missing, not once per run."""
     for path in {point.config.data.path for point in expansion.points}:
-        if path is not None and not Path(path).is_dir():
+        if path is None:
+            continue
+        if not Path(path).is_dir():
             raise UserError(
                 f"There is no data folder '{path}'. Make it with `slipstream data prepare`, or name another: "
                 "slipstream study run FILE data.path=FOLDER."
             )
+        for split in ("train", "valid"):
+            find_shards(Path(path), split)
