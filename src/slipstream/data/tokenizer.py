@@ -24,6 +24,8 @@ class Tokenizer:
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self.inner = inner
         inner.encode_special_tokens = True  # an end mark spelled out in a text is text, not an end
+        inner.no_truncation()  # a file may carry the length its model was served with: that would cut every document
+        inner.no_padding()
         ends = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>")
         ids = [i for i in map(inner.token_to_id, ends) if i is not None]
         if not ids:
