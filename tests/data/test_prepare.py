@@ -210,6 +210,8 @@ def test_bad_files_are_named(tmp_path):
         "bad.jsonl": (b'{"text": "x"}\n{oops\n', "line 2 is not JSON"),
         "other.jsonl": (b'{"body": "x"}\n', "it has: body"),
         "list.jsonl": (b"[1, 2]\n", "no text under 'text'"),
+        "digits.jsonl": (b'{"text": "x", "n": ' + b"1" * 5000 + b"}\n", "line 1 is not JSON"),
+        "brackets.jsonl": (b"[" * 100_000 + b"\n", "line 1 is not JSON"),
     }
     for name, (data, message) in cases.items():
         (tmp_path / name).write_bytes(data)
@@ -223,6 +225,16 @@ def test_bad_files_are_named(tmp_path):
             check_inputs([tmp_path / path], Reading())
     with pytest.raises(DataError, match="separator"):
         check_inputs([], Reading(separator="tab"))
+    for limit in (float("nan"), -1.0):
+        with pytest.raises(DataError, match="max-expansion"):
+            check_inputs([], Reading(max_expansion=limit))
+
+
+def test_a_byte_order_mark_is_no_text_and_no_limit_is_a_limit(tmp_path):
+    text = packed(tmp_path / "a.txt", "\ufeff\f\none".encode())
+    lines = packed(tmp_path / "a.jsonl", '\ufeff{"text": "two"}\n'.encode())
+    reading = Reading(max_expansion=float("inf"))
+    assert list(read_documents([text, lines], reading)) == ["one", "two"]
 
 
 def test_half_a_surrogate_pair_in_json_does_not_stop_the_run(tmp_path):
@@ -256,6 +268,7 @@ def test_the_command_prepares_shows_and_reuses_a_tokenizer(tmp_path, capsys):
 
 def test_tokenizer_keeps_any_text_and_refuses_what_it_is_not(tmp_path):
     tokenizer = Tokenizer.train(TEXTS, SMALLEST_VOCAB)  # no merges: plain bytes
+    tokenizer_ids = tokenizer.encode("plain text")
     odd = "tabs\t\r\n \x00 emoji 🙂 <|endoftext|> ﷽"
     assert tokenizer.decode(tokenizer.encode("plain  text\n\n é🙂")) == "plain  text\n\n é🙂"
     assert tokenizer.decode(tokenizer.encode(odd)) == odd
@@ -265,6 +278,10 @@ def test_tokenizer_keeps_any_text_and_refuses_what_it_is_not(tmp_path):
     assert len(tokenizer.encode("abc")) == 3
     with pytest.raises(DataError, match="257"):
         Tokenizer.train(TEXTS, 100)
+    tokenizer.inner.enable_truncation(4)
+    tokenizer.inner.enable_padding(length=9)
+    tokenizer.save(tmp_path / "served.json")  # as a model that was served with a length of 4 has it
+    assert Tokenizer.load(tmp_path / "served.json").encode_batch(["plain text"]) == [tokenizer_ids]
     with pytest.raises(DataError, match="no tokenizer"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")

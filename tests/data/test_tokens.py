@@ -142,6 +142,19 @@ def test_bad_data_is_refused_with_its_name(tmp_path):
         with pytest.raises(DataError, match=message) as caught:
             TokenDataset(folder, "train", 8, 1)
         assert "any_train_000.bin" in str(caught.value)
+    for meta in (b"[]", b'{"vocab": "many"}', b'{"end_of_document": null}', b"\xff"):
+        (folder / "meta.json").write_bytes(meta)
+        shard.write_bytes(good)
+        with pytest.raises(DataError, match=r"meta\.json"):
+            TokenDataset(folder, "train", 8, 1)
+
+
+def test_no_shard_is_for_training_and_for_validation(tmp_path):
+    folder = folder_of(tmp_path, 40)
+    (folder / "any_train_000.bin").rename(folder / "retrieval_train_000.bin")
+    for split in ("train", "valid"):
+        with pytest.raises(DataError, match=r"retrieval_train_000\.bin is named like"):
+            TokenDataset(folder, split, 8, 1)
 
 
 def test_fingerprint_follows_the_content(tmp_path, monkeypatch):

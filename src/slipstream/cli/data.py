@@ -31,7 +31,7 @@ def prepare(
     valid_fraction: Annotated[float, typer.Option(help="Share of documents set aside otherwise.")] = 0.01,
     separator: Annotated[str, typer.Option(help="form-feed, blank-line, line or none.")] = "form-feed",
     field: Annotated[str, typer.Option(help="The text's name in .jsonl and .parquet.")] = "text",
-    sample_mb: Annotated[int, typer.Option(help="Text to train the tokenizer on, in MB.")] = 64,
+    sample_mb: Annotated[int, typer.Option(min=1, help="Text to train the tokenizer on, in MB.")] = 64,
     max_expansion: Annotated[
         float, typer.Option(help="Refuse files that unpack to more times this.")
     ] = 100.0,

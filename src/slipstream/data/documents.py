@@ -51,6 +51,8 @@ def check_inputs(paths: Sequence[Path], reading: Reading) -> None:
     """Refuse at once what would fail after minutes of reading."""
     if reading.separator not in SEPARATORS:
         raise DataError(f"There is no separator '{reading.separator}'. Choose {', '.join(SEPARATORS)}.")
+    if not reading.max_expansion >= 1:
+        raise DataError(f"--max-expansion is {reading.max_expansion:g}. Set it to 1 or more.")
     for path in paths:
         if not path.is_file():
             raise DataError(f"There is no file {path}.")
@@ -76,7 +78,7 @@ def _of_file(path: Path, reading: Reading) -> Iterator[str]:
     try:
         with _open_binary(path) as raw:
             capped = _Capped(raw, path, reading.max_expansion)
-            lines = io.TextIOWrapper(io.BufferedReader(capped, 1 << 20), encoding="utf-8")
+            lines = io.TextIOWrapper(io.BufferedReader(capped, 1 << 20), encoding="utf-8-sig")
             if _kind(path) == ".jsonl":
                 yield from _of_json_lines(path, lines, reading.field)
             else:
@@ -143,13 +145,13 @@ class _Zstandard(io.RawIOBase):
         super().close()
 
 
-def _limit(path: Path, max_expansion: float) -> int:
-    return max(_FREE_BYTES, int(max_expansion * path.stat().st_size))
+def _limit(path: Path, max_expansion: float) -> float:
+    return max(_FREE_BYTES, max_expansion * path.stat().st_size)
 
 
-def _too_large(path: Path, limit: int) -> DataError:
+def _too_large(path: Path, limit: float) -> DataError:
     return DataError(
-        f"{path} unpacks to more than {limit} bytes from {path.stat().st_size}. "
+        f"{path} unpacks to more than {limit:.0f} bytes from {path.stat().st_size}. "
         "If that is meant, raise --max-expansion."
     )
 
@@ -194,7 +196,10 @@ def _of_json_lines(path: Path, lines: io.TextIOWrapper, field: str) -> Iterator[
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # also a number of thousands of digits, or endless brackets
             raise DataError(f"{path}, line {number} is not JSON: {error}.") from error
         text = record.get(field) if isinstance(record, dict) else None
         if not isinstance(text, str):

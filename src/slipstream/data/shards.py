@@ -73,6 +73,12 @@ def find_shards(folder: Path, split: str) -> list[Path]:
     if not folder.is_dir():
         raise DataError(f"data.path {folder} is not a folder. Make one with `slipstream data prepare`.")
     shards = sorted(folder.glob(_SPLIT_PATTERNS[split]))
+    for path in shards:
+        if all(path.match(pattern) for pattern in _SPLIT_PATTERNS.values()):
+            raise DataError(
+                f"{path} is named like a shard for training and like one for validation. Rename it: *train*.bin is for "
+                "training, *val*.bin for validation."
+            )
     if not shards:
         found = sorted(path.name for path in folder.iterdir())[:8]
         raise DataError(
@@ -88,9 +94,15 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise DataError(f"{path} is not JSON ({error}). Delete it or prepare the data again.") from error
+    numbers = {"vocab", "end_of_document"}
+    if not isinstance(meta, dict) or not all(isinstance(meta[key], int) for key in numbers & set(meta)):
+        raise DataError(
+            f"{path} is no table with whole numbers for 'vocab' and 'end_of_document'. Mend it, or delete it."
+        )
+    return meta
 
 
 def fingerprint(paths: Sequence[Path]) -> str:
