@@ -56,6 +56,29 @@ def test_the_split_depends_on_the_texts_alone(tmp_path):
     assert sorted(decoded(tmp_path / "a", "valid")) == sorted(decoded(tmp_path / "b", "valid"))
 
 
+def test_what_is_validated_on_is_not_trained_on_as_well(tmp_path):
+    """Validation files that repeat documents of the input: those are for validation alone."""
+    meta = prepare(lambda: TEXTS, tmp_path / "out", Recipe(vocab=280), valid=lambda: [*TEXTS[30:], "new"])
+    assert decoded(tmp_path / "out", "train") == TEXTS[:30]
+    assert decoded(tmp_path / "out", "valid") == [*TEXTS[30:], "new"]
+    assert meta["documents"] == {"train": 30, "valid": 11}
+
+
+def test_what_cannot_work_is_said_before_anything_is_read(tmp_path):
+    def unread():
+        raise AssertionError("it was read")
+
+    (tmp_path / "file").touch()
+    for out, recipe, words in (
+        (tmp_path / "out", Recipe(vocab=100), "100 cannot hold all bytes"),
+        (tmp_path / "out", Recipe(tokenizer=tmp_path / "gone.json"), "no tokenizer"),
+        (tmp_path / "file" / "out", Recipe(), "cannot be written"),
+    ):
+        with pytest.raises(DataError, match=words):
+            prepare(unread, out, recipe)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_two_documents_are_enough_and_one_is_not(tmp_path):
     meta = prepare(lambda: TEXTS[:2], tmp_path / "two", Recipe(vocab=257, valid_fraction=0.0))
     assert meta["documents"] == {"train": 1, "valid": 1}

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.data.shards import fingerprint, header, token_dtype
-from slipstream.data.tokenizer import Tokenizer
+from slipstream.data.tokenizer import Tokenizer, check_vocab
 from slipstream.errors import DataError
 
 Documents = Callable[[], Iterable[str]]  # each call reads them from the start
@@ -50,6 +50,7 @@ class _Scan:
     documents: int
     bytes: int
     threshold: float  # documents with a hash up to this are for validation
+    named: frozenset[float]  # hashes of the documents of the validation files
     sample: list[str]
 
 
@@ -65,18 +66,20 @@ def prepare(
         raise DataError(f"{out} already exists. Choose another --out, or delete it first.")
     if not 0 <= recipe.valid_fraction < 1:
         raise DataError(f"--valid-fraction is {recipe.valid_fraction:g}. Set it from 0 to below 1.")
-    scan = _scan(documents, recipe, split=valid is None, progress=progress)
-    if recipe.tokenizer is not None:
-        tokenizer = Tokenizer.load(recipe.tokenizer)
-    else:
-        progress("training the tokenizer", 0, None)
-        tokenizer = Tokenizer.train(scan.sample, recipe.vocab)
+    # A tokenizer or a place that cannot be used is said now, not after minutes of reading.
+    tokenizer = None if recipe.tokenizer is None else Tokenizer.load(recipe.tokenizer)
+    if tokenizer is None:
+        check_vocab(recipe.vocab)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     except OSError as error:
         raise DataError(f"{out} cannot be written: {error}. Choose another folder.") from error
     try:
+        scan = _scan(documents, valid, recipe, progress)
+        if tokenizer is None:
+            progress("training the tokenizer", 0, None)
+            tokenizer = Tokenizer.train(scan.sample, recipe.vocab)
         meta = _write(documents, valid, scan, tokenizer, folder, recipe, progress)
         folder.chmod(0o755)
         os.replace(folder, out)  # atomic; onto an existing folder only if that is empty
@@ -87,8 +90,9 @@ def prepare(
     return meta
 
 
-def _scan(documents: Documents, recipe: Recipe, split: bool, progress: Progress) -> _Scan:
+def _scan(documents: Documents, valid: Documents | None, recipe: Recipe, progress: Progress) -> _Scan:
     """Count, and keep the documents with the least hashes (above the validation fraction) as the sample."""
+    split, named = valid is None, frozenset(map(_place, valid() if valid is not None else ()))
     count = total = sampled = 0
     least = 1.0
     heap: list[tuple[float, int, str]] = []  # the largest hash on top
@@ -96,7 +100,7 @@ def _scan(documents: Documents, recipe: Recipe, split: bool, progress: Progress)
     for text in documents():
         place, size = _place(text), len(text.encode())
         least = min(least, place)
-        if wanted and not (split and place <= recipe.valid_fraction):
+        if wanted and not (split and place <= recipe.valid_fraction) and place not in named:
             heapq.heappush(heap, (-place, count, text))
             sampled += len(text)
             while sampled > wanted and len(heap) > 1:
@@ -111,7 +115,7 @@ def _scan(documents: Documents, recipe: Recipe, split: bool, progress: Progress)
             "Cut it with --separator blank-line or line, or name validation files with --valid."
         )
     sample = [text for _, _, text in sorted(heap, reverse=True)]
-    return _Scan(count, total, max(least, recipe.valid_fraction) if split else -1.0, sample)
+    return _Scan(count, total, max(least, recipe.valid_fraction) if split else -1.0, named, sample)
 
 
 def _place(text: str) -> float:
@@ -135,7 +139,8 @@ def _write(
 
     def marked() -> Iterator[tuple[str, str]]:
         for text in documents():
-            yield ("valid" if _place(text) <= scan.threshold else "train"), text
+            if (place := _place(text)) not in scan.named:  # what is validated on is not trained on as well
+                yield ("valid" if place <= scan.threshold else "train"), text
         for text in valid() if valid is not None else ():
             yield "valid", text
 

@@ -18,6 +18,11 @@ END_OF_DOCUMENT = "<|endoftext|>"
 SMALLEST_VOCAB = 257
 
 
+def check_vocab(vocab: int) -> None:
+    if vocab < SMALLEST_VOCAB:
+        raise DataError(f"A vocabulary of {vocab} cannot hold all bytes. Ask for {SMALLEST_VOCAB} or more.")
+
+
 class Tokenizer:
     """`encode`, `decode`, `vocab_size`, and the id that ends a document."""
 
@@ -67,10 +72,7 @@ class Tokenizer:
     @classmethod
     def train(cls, texts: Iterable[str], vocab: int, show_progress: bool = False) -> Tokenizer:
         """A byte-level BPE of at most `vocab` tokens; id 0 ends a document."""
-        if vocab < SMALLEST_VOCAB:
-            raise DataError(
-                f"A vocabulary of {vocab} cannot hold all bytes. Ask for {SMALLEST_VOCAB} or more."
-            )
+        check_vocab(vocab)
         inner = tokenizers.Tokenizer(models.BPE())
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
         inner.decoder = decoders.ByteLevel()  # pyright: ignore
