@@ -57,6 +57,9 @@ class HerePool:
     def prepare(self, count: int) -> None:
         pass
 
+    def interrupt(self) -> None:
+        pass
+
     def start(self, point: Point, folder: Path) -> None:
         tree = point.config.model_dump()
         tree["run"]["dir"] = str(folder)
@@ -216,6 +219,26 @@ def test_a_run_that_another_process_is_at_is_left_to_it(tmp_path, data, monkeypa
     assert (outcome.finished, outcome.failed, outcome.left) == ([], {}, 1)
     assert not (tmp_path / point.folder / FAILED_FILE).exists()
     assert run_study(study, tmp_path, limits, Show(tmp_path)).finished == [point.name]
+
+
+@pytest.mark.parametrize("when", ["at once", "while it trains"])
+def test_an_interrupted_run_ends_and_is_neither_finished_nor_failed(tmp_path, data, monkeypatch, when):
+    """Ctrl-C must reach the trainer, or a study could be stopped at the end of its runs only."""
+    wait, waited = Pool.wait, []
+
+    def interrupted(pool: Pool, timeout_seconds: float):
+        steps = [event for path in tmp_path.glob("*/") for event in read_run(path).of("step")]
+        if not waited and (steps or when == "at once"):
+            waited.append(time.monotonic())
+            raise KeyboardInterrupt
+        return wait(pool, 0.1)
+
+    monkeypatch.setattr(Pool, "wait", interrupted)
+    study = load_study(TOY, [*SMALLER, f"data.path={data}", "train.steps=1000000", "train.log_every=1"])
+    outcome = run_study(study, tmp_path, Limits(only="seed=0 optimizer=muon mode=sync"), Show(tmp_path))
+    assert time.monotonic() - waited[0] < 20
+    assert (outcome.finished, outcome.failed, outcome.left, outcome.stopped) == ([], {}, 1, "interrupt")
+    assert collect(tmp_path) == {}
 
 
 def test_a_worker_that_died_while_idle_is_replaced(tmp_path, data):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -96,6 +97,12 @@ class Pool:
                 self._workers.remove(worker)
             ended.append((point, report))
         return ended
+
+    def interrupt(self) -> None:
+        """Pass a Ctrl-C on: it reaches the workers by itself only where all were started from a terminal."""
+        for worker in self.active:
+            if worker.process.pid is not None and worker.process.is_alive():
+                os.kill(worker.process.pid, signal.SIGINT)
 
     def _hire(self) -> Worker:
         index = min(set(range(self._size)) - {worker.index for worker in self._workers})

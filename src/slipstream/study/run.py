@@ -146,6 +146,7 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show, also: Sequenc
                 ended = pool.wait(POLL_SECONDS)
             except KeyboardInterrupt:
                 outcome.stopped = "interrupt"
+                pool.interrupt()
                 show.note("Stopping: the runs under way end, and begin again next time.")
                 continue
             for point, report in ended:
@@ -153,7 +154,8 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show, also: Sequenc
                 if report.elsewhere:  # no failure: written there, it would be taken for the end of that run
                     show.elsewhere(point)
                     continue
-                if report.message:
+                interrupted = outcome.stopped == "interrupt" and report.broken
+                if report.message and not interrupted:  # what Ctrl-C broke is no failure of the run
                     write_failure(folder, point, report.message, report.trace)
                 result = read_folder(folder)
                 if result is None:

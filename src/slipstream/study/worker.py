@@ -38,7 +38,8 @@ def serve(connection: Connection, log: str, parent: int, compile_threads: int) -
     """Take configs (as trees) from the connection until it gives None; everything printed goes to `log`."""
     _print_to(log)
     _die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer catches it during a run, to stop
+    interrupt = _Interrupt()
+    signal.signal(signal.SIGINT, interrupt)  # never ignored: what is ignored here the trainer ignores too
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compile_threads))
     _import_now()
@@ -49,10 +50,27 @@ def serve(connection: Connection, log: str, parent: int, compile_threads: int) -
             _forget_compiled()  # torch gives up compiling a function that keeps meeting new shapes
         shape = shape_of(tree)
         print(f"--- {tree['run']['dir']}", flush=True)
-        report = _run(tree)
+        try:
+            interrupt.armed = True
+            report = Report("", "", broken=True) if interrupt.asked else _run(tree)
+            interrupt.armed = False
+        except KeyboardInterrupt:
+            report = Report("", "", broken=True)
         connection.send(replace(report, seconds=time.perf_counter() - began))
         if report.broken:
             return
+
+
+class _Interrupt:
+    """Ctrl-C outside the trainer, which catches it while it trains: a run that is being set up ends there."""
+
+    asked = armed = False
+
+    def __call__(self, *_: object) -> None:
+        self.asked = True
+        if self.armed:
+            self.armed = False
+            raise KeyboardInterrupt
 
 
 def _import_now() -> None:
