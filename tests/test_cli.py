@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -59,6 +60,21 @@ def test_a_place_that_cannot_be_used_is_said_in_one_line(capsys, tmp_path):
         told = " ".join(capsys.readouterr().err.split())
         assert told.startswith("error:"), told
         assert expected in told, told
+
+
+def test_a_full_disk_is_said_in_one_line(capsys, monkeypatch):
+    """Noticed at a write, which does not tell the file's name."""
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("slipstream.cli._dispatch", full)
+    with pytest.raises(SystemExit) as ended:
+        main(["study"])
+    assert ended.value.code == 2
+    assert (
+        capsys.readouterr().err == "error: No space left on device. Name another place, or make room there.\n"
+    )
 
 
 def test_dry_run_prints_a_run_that_can_be_started(capsys, tmp_path):

@@ -30,6 +30,10 @@ class InUseError(UserError):
     """A run folder that another process is writing."""
 
 
+class DiskError(UserError):
+    """A disk that is full or may not be written."""
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged or belongs to something else."""
 

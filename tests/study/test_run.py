@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -238,6 +239,21 @@ def test_an_interrupted_run_ends_and_is_neither_finished_nor_failed(tmp_path, da
     outcome = run_study(study, tmp_path, Limits(only="seed=0 optimizer=muon mode=sync"), Show(tmp_path))
     assert time.monotonic() - waited[0] < 20
     assert (outcome.finished, outcome.failed, outcome.left, outcome.stopped) == ([], {}, 1, "interrupt")
+    assert collect(tmp_path) == {}
+
+
+def test_a_full_disk_ends_the_study_and_is_no_failure_of_its_runs(tmp_path, data, monkeypatch):
+    from slipstream.train import folder as folders
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("slipstream.study.run.Pool", HerePool)
+    monkeypatch.setattr(Clock, "left", lambda *_: None)
+    monkeypatch.setattr(folders, "write_config", full)
+    study = load_study(TOY, [*SMALLER, f"data.path={data}"])
+    with pytest.raises(UserError, match="No space left on device"):
+        run_study(study, tmp_path, Limits(), Show(tmp_path))
     assert collect(tmp_path) == {}
 
 

@@ -35,7 +35,8 @@ COMMANDS = {
 
 # What can be wrong with a place that was named, wherever that is noticed. A file that is missing is not among it: who
 # opens it knows better what to say.
-_PLACES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOSPC}
+_PLACES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST}
+_FULL = {errno.ENOSPC, errno.EDQUOT}  # met while a file is written, when its name is not told
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -46,9 +47,10 @@ def main(argv: list[str] | None = None) -> None:
     except UserError as error:
         _fail(str(error))
     except OSError as error:
-        if error.filename is None or error.errno not in _PLACES:
+        if error.errno not in _FULL and (error.filename is None or error.errno not in _PLACES):
             raise
-        _fail(f"{error.filename}: {error.strerror}. Name another place, or make room there.")
+        where = f"{error.filename}: " if error.filename is not None else ""
+        _fail(f"{where}{error.strerror}. Name another place, or make room there.")
 
 
 def _fail(message: str) -> None:

@@ -154,6 +154,8 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show, also: Sequenc
                 if report.elsewhere:  # no failure: written there, it would be taken for the end of that run
                     show.elsewhere(point)
                     continue
+                if report.disk:  # no failure either: the next would end as this one did, each on record
+                    raise UserError(report.message)
                 interrupted = outcome.stopped == "interrupt" and report.broken
                 if report.message and not interrupted:  # what Ctrl-C broke is no failure of the run
                     write_failure(folder, point, report.message, report.trace)

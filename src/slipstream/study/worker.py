@@ -32,6 +32,7 @@ class Report:
     broken: bool
     seconds: float = 0.0
     elsewhere: bool = False  # not begun: another process is at it
+    disk: bool = False  # not to be written: nor is the next
 
 
 def serve(connection: Connection, log: str, parent: int, compile_threads: int) -> None:
@@ -81,13 +82,15 @@ def _import_now() -> None:
 def _run(tree: dict[str, Any]) -> Report:
     """Train one run; after anything but a mistake of the user's this process may be spoilt."""
     from slipstream.config import from_tree
-    from slipstream.errors import InUseError, UserError
+    from slipstream.errors import DiskError, InUseError, UserError
     from slipstream.train.session import start
 
     try:
         start(from_tree(tree))
     except InUseError as error:
         return Report(str(error), "", broken=False, elsewhere=True)
+    except DiskError as error:
+        return Report(str(error), "", broken=False, disk=True)
     except UserError as error:
         return Report(str(error), "", broken=False)
     except Exception as error:  # a failed run must not end the study; a CUDA error outlives its run

@@ -27,7 +27,7 @@ from typing import IO, Any
 import torch
 
 from slipstream.config import Change, Config, changes, from_tree, to_toml
-from slipstream.errors import CheckpointError, InUseError, UserError
+from slipstream.errors import CheckpointError, DiskError, InUseError, UserError
 from slipstream.metrics.events import EVENTS_FILE
 from slipstream.metrics.record import cut_back, finished_at, has_event
 from slipstream.train import checkpoint
@@ -57,7 +57,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
             raise
-        raise UserError(
+        raise DiskError(
             f"run.dir '{folder}' cannot be written: {error.strerror}. Finished checkpoints are untouched: make room, "
             "then the same command goes on from the newest."
         ) from error
