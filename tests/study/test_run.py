@@ -185,6 +185,9 @@ def test_a_pattern_that_matches_nothing_shows_names(tmp_path, data):
     study = load_study(TOY, [*SMALLER, f"data.path={data}"])
     with pytest.raises(UserError, match="seed=0 optimizer=muon mode=sync"):
         run_study(study, tmp_path, Limits(only="sgd"), Show(tmp_path))
+    tuned = load_study(TOY.with_name("cpu-optimizers.toml"))  # its grid has one seed alone
+    with pytest.raises(UserError, match="81 more get their names once a grid has ended"):
+        run_study(tuned, tmp_path, Limits(only="seed=2"), Show(tmp_path))
 
 
 def test_a_killed_worker_is_reported_and_replaced(tmp_path, data):

@@ -109,7 +109,10 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show, also: Sequenc
     _check_data(expansion)
     if limits.only is not None and not any(_wanted(point, limits.only) for point in expansion.points):
         names = "\n  ".join(point.name for point in expansion.points[:12])
-        raise UserError(f"No run matches --only '{limits.only}'. Runs are named like this:\n  {names}")
+        later = (
+            f" {expansion.waiting} more get their names once a grid has ended." if expansion.waiting else ""
+        )
+        raise UserError(f"No run matches --only '{limits.only}'.{later} Runs are named like this:\n  {names}")
     done = sum(1 for point in expansion.points if point.digest in results)
     later = f" and {expansion.waiting} to be chosen" if expansion.waiting else ""
     show.note(f"{study.name}: {len(expansion.points)} runs{later}, {done} done. Runs: {out}")
