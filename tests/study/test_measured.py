@@ -148,6 +148,24 @@ def test_longer_runs_than_the_synchronous_ones_are_no_penalty_of_the_planners(b_
     assert {entry.correction for entry in measured} == {"none"}
 
 
+def test_of_runs_of_several_lengths_the_planner_gets_the_longest():
+    study = load_study(FILE.with_name("a-length.toml"))
+    expansion, results = study.expand({}), {}
+    for point in expansion.points:
+        config = point.config
+        tokens = float(config.train.steps * config.tokens_per_step)
+        gap = 0.0 if point.labels["mode"] == "sync" else 60 / config.train.steps
+        results[point.digest] = Result(
+            point.digest, point.folder, settings(config), loss=20 - math.log(tokens) + gap,
+            steps=config.train.steps, tokens=tokens, parameters=42_000_000,
+        )  # fmt: skip
+    measured = entries(study.name, *compared_cells(study, expansion, results))
+    assert sorted((entry.batch_tokens, entry.correction) for entry in measured) == [
+        (16384, "error_feedback"), (16384, "none"), (65536, "error_feedback"), (65536, "none"),
+    ]  # fmt: skip
+    assert {entry.gap for entry in measured} == {0.01}  # at 6000 updates
+
+
 def test_a_table_is_refreshed_in_place(tmp_path):
     path = tmp_path / "penalty.json"
     path.write_text(json.dumps({"about": "x", "provisional": True, "entries": [

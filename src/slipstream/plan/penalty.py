@@ -76,7 +76,7 @@ def write_penalties(path: Path, measured: Sequence[Penalty]) -> list[Penalty]:
         load_penalties(path)  # refuses what is no table
         table = json.loads(path.read_text(encoding="utf-8"))
     held = [Penalty(**entry) for entry in table["entries"]]
-    replaced = [entry for entry in held if any(_same_place(entry, new) for new in measured)]
+    replaced = [entry for entry in held if any(same_place(entry, new) for new in measured)]
     entries = [*measured, *(entry for entry in held if entry not in replaced)]
     lines = [_entry_text(entry) for entry in entries]
     head = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in table.items() if key != "entries"]
@@ -86,7 +86,7 @@ def write_penalties(path: Path, measured: Sequence[Penalty]) -> list[Penalty]:
     return replaced
 
 
-def _same_place(one: Penalty, other: Penalty) -> bool:
+def same_place(one: Penalty, other: Penalty) -> bool:
     sizes = ((one.batch_tokens, other.batch_tokens), (one.parameters, other.parameters))
     return (one.optimizer, one.correction) == (other.optimizer, other.correction) and all(
         abs(log(a / b)) < log(1.05) for a, b in sizes

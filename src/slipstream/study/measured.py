@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slipstream.plan.penalty import SYNC_START, Penalty
+from slipstream.plan.penalty import SYNC_START, Penalty, same_place
 from slipstream.study.cells import Cell, Layout
 from slipstream.study.results import Result
 
@@ -25,26 +25,33 @@ _WRITTEN = ("none", "error_feedback")
 
 
 def entries(study: str, cells: Sequence[Cell], layout: Layout) -> list[Penalty]:
-    """One entry for each compared cell that the planner has a name for."""
+    """One entry for each compared cell that the planner has a name for; of several lengths, the longest runs'.
+
+    The planner asks by optimizer, correction, batch and model, and would take the first of them.
+    """
     references = {cell.group: cell for cell in cells if cell.mode == layout.reference and cell.results}
-    found = []
-    for cell in cells:
+    found: list[Penalty] = []
+    longest_first = sorted(
+        cells, key=lambda cell: -max((run.tokens for run in cell.results.values()), default=0)
+    )
+    for cell in longest_first:
         if cell.penalty is None or cell.group not in references:
             continue
         result = next(iter(cell.results.values()))
         named = _name(result, next(iter(references[cell.group].results.values())))
-        if named is not None:
-            found.append(
-                Penalty(
-                    optimizer=result.key("optim.name"),
-                    correction=named,
-                    penalty=round(max(1.0, cell.penalty.value), 4),
-                    batch_tokens=round(result.tokens / result.steps),
-                    parameters=result.parameters,
-                    source=_source(study, cell, layout, result),
-                    gap=None if cell.gap is None else round(cell.gap.value, 4),
-                )
-            )
+        if named is None:
+            continue
+        entry = Penalty(
+            optimizer=result.key("optim.name"),
+            correction=named,
+            penalty=round(max(1.0, cell.penalty.value), 4),
+            batch_tokens=round(result.tokens / result.steps),
+            parameters=result.parameters,
+            source=_source(study, cell, layout, result),
+            gap=None if cell.gap is None else round(cell.gap.value, 4),
+        )
+        if not any(same_place(entry, longer) for longer in found):
+            found.append(entry)
     return found
 
 
