@@ -129,6 +129,9 @@ def test_the_toy_study_end_to_end(tmp_path, data, capsys):
     told = capsys.readouterr().out
     assert "| muon | sync | 1 |" in told
     assert "Net gain (simulated)" in told
+    assert (
+        "- 5 of 10 runs are missing.\n- seed=0 optimizer=muon mode=broken failed: muon has no option" in told
+    )
     assert (tmp_path / "docs" / "toy.html").exists()
 
     # An export in the folder of another machine stands for its runs, and so does one named beside it.

@@ -129,13 +129,15 @@ def table(
     ] = None,
 ) -> None:
     """Print the tables; write them as Markdown, CSV and one HTML page with the loss curves."""
-    from slipstream.study.page import write_tables
+    from slipstream.study.page import notes_of, write_tables
 
     study, found = load_study(file, overrides or ()), collect(*_places(results, OUT))
     expansion = study.expand(losses(found))
     if not of_points(expansion.points, found):
         raise _nothing(file, results)
     _print(tables(study, expansion, found))
+    for note in notes_of(expansion, found):
+        print(f"- {note}")
     first = _places(results, OUT)[0]
     folder = out or (first if first.is_dir() else first.parent)
     for path in write_tables(study, expansion, found, folder):

@@ -18,7 +18,7 @@ def write_tables(study: Study, expansion: Expansion, results: Mapping[str, Resul
     rows, layout = compared_cells(study, expansion, results)
     found = tables(study, expansion, results)
     runs = runs_table(expansion.points, results)
-    notes = _notes(expansion, results)
+    notes = notes_of(expansion, results)
     texts = {
         f"{study.name}.md": markdown(study, found, notes),
         f"{study.name}.csv": as_csv(rows, layout),
@@ -108,7 +108,7 @@ def _mean_series(name: str, curves: Sequence[Curve], colour: int) -> Series:
     return Series(name, xs, [statistics.fmean(column) for column in columns], *band, colour=colour)
 
 
-def _notes(expansion: Expansion, results: Mapping[str, Result]) -> list[str]:
+def notes_of(expansion: Expansion, results: Mapping[str, Result]) -> list[str]:
     """What is missing, what failed, what was not measured on one machine and one text."""
     notes = list(expansion.notes)
     ended = [results[point.digest] for point in expansion.points if point.digest in results]
