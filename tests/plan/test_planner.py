@@ -10,6 +10,7 @@ import pytest
 
 from slipstream.errors import UserError
 from slipstream.models.sizes import preset
+from slipstream.plan.candidates import Fitter, shapes
 from slipstream.plan.devices import GIB, Cluster, find_device
 from slipstream.plan.explain import break_even_batch, explain, losses, parse_count, to_json, to_toml
 from slipstream.plan.layout import Job
@@ -193,6 +194,19 @@ def test_a_tight_memory_shifts_layers_off_the_full_stage():
     tight_memory = roomy.best.memory_bytes * 0.97 / 0.94 + GIB
     tight = plan(replace(roomy.job, cluster=Cluster(find_device("h100", memory_bytes=tight_memory), 4)))
     assert tight.best.memory_bytes < roomy.best.memory_bytes
+
+
+def test_a_stage_that_was_cut_again_fits_too():
+    """Where the head's working set hides the update's, two layers do not tell what ten of them need."""
+    device = replace(find_device("a100-40g"), memory_bytes=3.89 * GIB)
+    tight = Job(preset("smollm2-135m"), Cluster(device, 3), 32 * 256, 256)
+    fitter = Fitter(tight)
+    found = {shape: fitter.fit(shape, device.room_bytes) for shape in shapes(tight)}
+    assert any(
+        entry and entry[0] != fitter.cut(shape) for shape, entry in found.items()
+    )  # some were cut again
+    for entry in filter(None, found.values()):
+        assert max(rank.total for rank in entry[1]) <= device.room_bytes
 
 
 @pytest.mark.parametrize(

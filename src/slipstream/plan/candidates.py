@@ -1,11 +1,13 @@
 """The search space: every shape of a job's devices and batch, and whether it fits.
 
 A shape is cut by balanced cost; where a rank then overflows, by balanced cost among the cuts that fit. Stage
-memory is linear in the number of layers, so the most layers each stage can hold follow from two evaluations.
+memory rises with the number of layers, so the most layers each stage can hold are found by bisection. (It is not
+linear: with few layers the head's working set hides the update's, with many it does not.)
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
@@ -185,13 +187,14 @@ class Fitter:
             self._in_flight[key] = peak_activation_bytes(self._schedule(shape), [1.0] * shape.stages)
         most = []
         for stage, in_flight in enumerate(self._in_flight[key]):
-            sizes = []
-            for layers in (1, 2):
+
+            def held(layers: int, stage: int = stage, in_flight: float = in_flight) -> float:
                 first = 0 if stage == 0 else count - layers if stage == shape.stages - 1 else 1
                 segment = range(first, first + layers)
-                sizes.append(self._rank(shape, [segment], in_flight * self._held(segment, shape)).total)
-            left = room - sizes[0]
-            most.append(0 if left < 0 else 1 + int(left / (sizes[1] - sizes[0])))
+                return self._rank(shape, [segment], in_flight * self._held(segment, shape)).total
+
+            choices = range(1, count - shape.stages + 2)  # every other stage has a layer at least
+            most.append(bisect_right(choices, room, key=held))
         return tuple(most)
 
     def _schedule(self, shape: Shape) -> Schedule:
