@@ -10,6 +10,7 @@ import pytest
 
 from slipstream.errors import UserError
 from slipstream.models.sizes import preset
+from slipstream.plan import planner
 from slipstream.plan.candidates import Fitter, shapes
 from slipstream.plan.devices import GIB, Cluster, find_device
 from slipstream.plan.explain import break_even_batch, explain, losses, parse_count, to_json, to_toml
@@ -176,6 +177,16 @@ def test_a_model_that_cannot_fit_says_what_it_needs_and_what_would_do():
     devices = re.search(r"nearest that works: (\d+) devices", str(caught.value))
     assert devices
     assert plan(job("moe-10b", int(devices.group(1)))).layouts
+
+
+def test_looking_for_what_would_do_searches_each_number_of_devices_once(monkeypatch):
+    """A search that fails does not look for what would do in its turn: that took minutes."""
+    searched = []
+    monkeypatch.setattr(planner, "shapes", lambda one: searched.append(one.cluster.devices) or shapes(one))
+    device = replace(find_device("h100"), memory_bytes=1.001 * GIB)
+    with pytest.raises(UserError, match="Nor on 32 times as many"):
+        plan(Job(preset("cpu-default"), Cluster(device, 2), 2**17, 128, stages=2, microbatch_size=1))
+    assert len(searched) <= 12
 
 
 def test_no_memory_figure_is_an_error():

@@ -26,6 +26,14 @@ SIMULATED_PER_SCHEDULE = 3
 
 def plan(job: Job) -> Plan:
     """Search, rank, simulate. Raises `UserError` with the nearest layout that works when there is none."""
+    found = _search(job)
+    if found is None:
+        raise UserError(nothing_works(job))
+    return found
+
+
+def _search(job: Job) -> Plan | None:
+    """None where nothing fits: whoever looks for the nearest layout that does asks this many times."""
     penalty = find_penalty(
         job.penalties, job.optimizer, job.correction, job.batch_tokens, active_parameters(job.config)
     )
@@ -38,7 +46,7 @@ def plan(job: Job) -> Plan:
         if found is not None:
             fitting.append((estimate(found[2], shape), shape, *found))
     if not fitting:
-        raise UserError(nothing_works(job, fitter, considered))
+        return None
     fitting.sort(key=lambda entry: entry[0])
     layouts = []
     for name in dict.fromkeys(entry[1].schedule for entry in fitting):
@@ -80,7 +88,7 @@ def _layout(
     )
 
 
-def nothing_works(job: Job, fitter: Fitter, considered: int) -> str:
+def nothing_works(job: Job) -> str:
     """Why there is no layout, and the nearest one there is."""
     forced = {
         name: value
@@ -92,7 +100,13 @@ def nothing_works(job: Job, fitter: Fitter, considered: int) -> str:
         why = _law(job) or f"With {words}, no layout of {job.cluster.devices} devices works"
         nearest = _nearest(job, forced)
         return f"{why}. {nearest}"
-    if not considered:
+    fitter = Fitter(job)
+    needs = [
+        (max(rank.total for rank in fitter.memory(shape, cut)), shape)
+        for shape in shapes(job)
+        if (cut := fitter.cut(shape))
+    ]
+    if not needs:
         per_device = max(1, round(job.sequences / job.cluster.devices))
         return (
             f"{job.sequences} sequences of {job.sequence} tokens cannot be shared by "
@@ -100,14 +114,7 @@ def nothing_works(job: Job, fitter: Fitter, considered: int) -> str:
             f"--batch-tokens {job.sequence * job.cluster.devices * per_device}."
         )
     room = job.cluster.device.room_bytes
-    least, shape = min(
-        (
-            (max(rank.total for rank in fitter.memory(shape, cut)), shape)
-            for shape in shapes(job)
-            if (cut := fitter.cut(shape))
-        ),
-        key=lambda entry: entry[0],
-    )
+    least, shape = min(needs, key=lambda entry: entry[0])
     return (
         f"{parameters(job.config) / 1e9:.3g}B parameters do not fit on {job.cluster.devices} x "
         f"{job.cluster.device.name}: the leanest layout ({describe(shape)}) needs {least / 2**30:.1f} GiB "
@@ -131,28 +138,19 @@ def _nearest(job: Job, forced: dict[str, object]) -> str:
     for count in range(1, len(forced) + 1):
         found = []
         for freed in combinations(forced, count):
-            relaxed = replace(job, **dict.fromkeys(freed))
-            try:
-                result = plan(replace(relaxed, cluster=replace(job.cluster, jitter=0.0)))
-            except UserError:
-                continue
-            found.append(result.best)
+            relaxed = replace(job, cluster=replace(job.cluster, jitter=0.0), **dict.fromkeys(freed))
+            if result := _search(relaxed):
+                found.append(result.best)
         if found:
             best = max(found, key=lambda layout: layout.score)
             return f"The nearest layout that works: {describe(best.shape)}."
-    relaxed = replace(job, **dict.fromkeys(forced))
-    try:
-        return f"The nearest layout that works: {describe(plan(relaxed).best.shape)}."
-    except UserError as error:
-        return str(error)
+    return nothing_works(replace(job, **dict.fromkeys(forced)))
 
 
 def _more_devices(job: Job) -> str:
     for factor in (2, 4, 8, 16, 32):
         larger = replace(job, cluster=replace(job.cluster, devices=job.cluster.devices * factor))
-        try:
-            best = plan(larger).best
-        except UserError:
+        if (found := _search(larger)) is None:
             continue
-        return f"The nearest that works: {larger.cluster.devices} devices ({describe(best.shape)})."
+        return f"The nearest that works: {larger.cluster.devices} devices ({describe(found.best.shape)})."
     return "Nor on 32 times as many: use devices with more memory, or a shorter sequence."
