@@ -17,6 +17,7 @@ from slipstream.plan.explain import break_even_batch, explain, losses, parse_cou
 from slipstream.plan.layout import Job
 from slipstream.plan.penalty import Penalty
 from slipstream.plan.planner import plan
+from slipstream.plan.throughput import Speed
 
 
 def job(
@@ -114,6 +115,34 @@ def test_break_even_batch_is_where_both_times_meet():
         return fixed + (layout.speed.seconds - fixed) * tokens / 2**17
 
     assert 1.05 * seconds(slow, batch) == pytest.approx(seconds(synchronous, batch))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "penalty", "words"),
+    [  # seconds of work, and of the update and waiting, at a batch of 1M tokens
+        ((1.0, 0.0), (1.0, 0.1), 1.05, "stops paying at about 2.1M tokens"),
+        ((1.0, 0.0), (1.0, 0.1), 1.0, "pays at every batch size"),
+        ((1.0, 0.1), (1.05, 0.1), 1.1, "pays at no batch size"),
+        ((1.0, 0.2), (1.25, 0.0), 1.1, "pays only above about 1.54M tokens"),
+    ],
+)
+def test_the_break_even_sentence_agrees_with_the_verdict(result, ours, theirs, penalty, words):
+    def layout(shown, schedule, seconds, penalty):
+        work, waiting = seconds
+        flat = (work / 16,) * 8
+        return replace(
+            shown,
+            shape=replace(shown.shape, schedule=schedule, stages=8, microbatches=8, checkpointing=False),
+            times=replace(shown.times, forward=flat, backward=flat, update=(0.0,) * 8),
+            speed=Speed(work + waiting, 0.0),
+            tokens_per_second=2**20 / (work + waiting),
+            penalty=penalty,
+        )
+
+    asynchronous = layout(result.best_asynchronous, "pipedream_2bw", ours, penalty)
+    synchronous = layout(result.best_synchronous, "1f1b", theirs, 1.0)
+    made = replace(result, layouts=tuple(sorted((asynchronous, synchronous), key=lambda one: -one.score)))
+    assert words in next(line for line in explain(made) if line.startswith("Break-even"))
 
 
 def test_the_toml_of_a_plan_is_a_valid_run(result, tmp_path):

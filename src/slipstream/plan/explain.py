@@ -115,15 +115,18 @@ def _break_even(plan: Plan, asynchronous: Layout, synchronous: Layout) -> str:
         )
     text = f"Break-even: asynchrony pays as long as delay costs less than {speed_up - 1:.1%} more tokens."
     batch = break_even_batch(asynchronous, synchronous, plan.job.batch_tokens)
+    pays = asynchronous.score > synchronous.score
     if batch is None:
-        return f"{text} With this penalty it pays at every batch size."
-    return (
-        f"{text} With this penalty and these layouts it stops paying at about {count(batch)} tokens a batch."
-    )
+        return (
+            f"{text} With this penalty and these layouts it pays at {'every' if pays else 'no'} batch size."
+        )
+    below = pays == (batch > plan.job.batch_tokens)
+    turn = "stops paying at" if below else "pays only above"
+    return f"{text} With this penalty and these layouts it {turn} about {count(batch)} tokens a batch."
 
 
 def break_even_batch(asynchronous: Layout, synchronous: Layout, batch_tokens: float) -> float | None:
-    """Seconds per update are a * batch + c (c: update and waiting); where penalty * (async) = sync."""
+    """Seconds per update are a * batch + c (c: update and waiting); where penalty * (async) = sync, if anywhere."""
 
     def line(layout: Layout) -> tuple[float, float]:
         spent = losses(layout)
@@ -133,7 +136,8 @@ def break_even_batch(asynchronous: Layout, synchronous: Layout, batch_tokens: fl
     (slope_a, constant_a), (slope_s, constant_s) = line(asynchronous), line(synchronous)
     penalty = asynchronous.penalty
     excess = penalty * slope_a - slope_s
-    return (constant_s - penalty * constant_a) / excess if excess > 0 else None
+    left = constant_s - penalty * constant_a
+    return left / excess if left * excess > 0 else None
 
 
 def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
