@@ -193,6 +193,8 @@ def test_forced_m_below_p_names_the_law_and_a_layout_that_works():
         ({"microbatches": 7}, "nearest layout that works"),
         ({"microbatch_size": 3}, "nearest layout that works"),
         ({"schedule": "1f1bb"}, "Did you mean '1f1b'"),
+        ({"schedule": "pipedream", "stages": 4}, "does not rank 'pipedream'"),
+        ({"schedule": "paci", "stages": 4, "microbatches": 4}, "does not rank 'paci'"),
     ],
 )
 def test_other_impossible_wishes(forced, words):

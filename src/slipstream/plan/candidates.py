@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
+from slipstream.errors import UserError
 from slipstream.plan.layout import Job
 from slipstream.plan.memory import StageMemory, peak_activation_bytes, weights_memory
 from slipstream.plan.partition import partition
@@ -31,6 +32,8 @@ def shapes(job: Job) -> Iterator[Shape]:
     """Every layout of the job's devices and batch that its schedule can run, fitting or not."""
     devices = job.cluster.devices
     names = (canonical(job.schedule),) if job.schedule else SCHEDULES
+    if not set(names) <= set(SCHEDULES):  # their delay grows with P, and no penalty has been measured at that
+        raise UserError(f"The planner does not rank '{names[0]}'. Choose from: {', '.join(SCHEDULES)}.")
     for stages in _divisors(devices):
         if job.stages not in (None, stages) or stages > job.config.layers:
             continue
