@@ -47,7 +47,9 @@ def test_the_terminal_shows_table_reasons_picture_and_toml(capsys, tmp_path):
     assert tomllib.loads((tmp_path / "run.toml").read_text())["pipeline"]["stages"] == 4
 
 
-@pytest.mark.parametrize("options", [[], ["--float32"], ["--devices", "1"], ["--schedule", "1f1b"]])
+@pytest.mark.parametrize(
+    "options", [[], ["--float32"], ["--devices", "1"], ["--schedule", "1f1b"], ["--devices", "3"]]
+)
 def test_every_toml_is_a_run_that_train_accepts(capsys, options):
     run("--json", *options)
     tomls = [layout["toml"] for layout in json.loads(capsys.readouterr().out)["layouts"]]

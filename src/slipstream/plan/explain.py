@@ -141,11 +141,13 @@ def break_even_batch(asynchronous: Layout, synchronous: Layout, batch_tokens: fl
 
 
 def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
-    """The settings that run `layout`; None where `slipstream train` has no such schedule, or cannot shard its
-    optimizer under it.
+    """The settings that run `layout`; None where `slipstream train` has no such schedule, cannot shard its
+    optimizer under it, or takes only whole rounds of P microbatches.
     """
     shape, job = layout.shape, plan.job
     if shape.schedule not in RUNNABLE or (shape.shard_optimizer and not shape.asynchronous):
+        return None
+    if shape.chunks > 1 and shape.microbatches % shape.stages:
         return None
     half = (
         "bfloat16" if shape.asynchronous else "bfloat16_autocast"
