@@ -41,8 +41,11 @@ def test_a_users_table_replaces_ours(tmp_path):
     path.write_text(json.dumps({"entries": [{**entry, "penalty": 0.9}]}))
     with pytest.raises(UserError, match="at least 1"):
         load_penalties(path)
-    for bad in ("{", '{"entries": [{"optimizer": "x"}]}', "[]"):
-        path.write_text(bad)
+    path.write_text(json.dumps({"entries": [{**entry, "penalty": float("inf")}]}))
+    with pytest.raises(UserError, match="at least 1"):
+        load_penalties(path)
+    for bad in (b"{", b'{"entries": [{"optimizer": "x"}]}', b"[]", b"\xff\xfe"):
+        path.write_bytes(bad)
         with pytest.raises(UserError, match="expected form"):
             load_penalties(path)
     with pytest.raises(UserError, match="cannot be read"):
@@ -97,4 +100,27 @@ def test_a_device_file(tmp_path):
         find_device(str(path))
     path.write_text("memory_bytes = 1e9\n")
     with pytest.raises(UserError, match="peak_flops is missing"):
+        find_device(str(path))
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="not valid TOML"):
+        find_device(str(path))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('peak_flops = "fast"', "peak_flops must be above 0, not 'fast'"),
+        ("peak_flops = -1e14", "peak_flops must be above 0"),
+        ("peak_flops = nan", "peak_flops must be above 0"),
+        ('peak_flops = 1e14\nmemory_bytes = "80"', "memory_bytes must be above 0, not '80'"),
+        ("peak_flops = 1e14\nper_node = 0", "per_node must be a whole number above 0"),
+        ("peak_flops = 1e14\nefficiency = 45", "efficiency must be above 0 and at most 1, not 45"),
+        ("peak_flops = 1e14\ninter_latency = -1", "inter_latency must be 0 or more"),
+        ("peak_flops = 1e14\nname = 3", "name must be a text"),
+    ],
+)
+def test_a_device_file_with_a_wrong_figure_says_which(tmp_path, line, words):
+    path = tmp_path / "mine.toml"
+    path.write_text(line)
+    with pytest.raises(UserError, match=words):
         find_device(str(path))

@@ -63,7 +63,9 @@ def test_every_toml_is_a_run_that_train_accepts(capsys, options):
     [
         (["--microbatch-size", "0"], "--microbatch-size"),
         (["--top", "0"], "--top"),
-        (["--efficiency", "2"], "0 to 1"),
+        (["--efficiency", "2"], "at most 1"),
+        (["--memory", "nan"], "memory_bytes must be above 0"),
+        (["--bandwidth", "nan"], "inter_bandwidth must be above 0"),
         (["--sequence", "0"], "--sequence"),
         (["--jitter", "-1"], "--jitter"),
         (["--latency", "-5"], "--latency"),
@@ -75,6 +77,13 @@ def test_a_value_out_of_range_is_named(capsys, options, words):
         main([*ARGUMENTS, *options])
     assert leaving.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_device_may_have_any_name(capsys, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "H200 [/MIG]"\npeak_flops = 1e14\nmemory_bytes = 8e10\n')
+    run("--device", str(path), "--stages", "4")
+    assert "H200 [/MIG]" in capsys.readouterr().out
 
 
 def test_a_mistake_is_one_message_and_exit_code_2(capsys):

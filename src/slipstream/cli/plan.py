@@ -68,8 +68,6 @@ def plan(
          "--microbatch-size": microbatch_size},
         {"--jitter": jitter, "--latency": latency},
     )  # fmt: skip
-    if efficiency is not None and not 0 < efficiency <= 1:
-        raise UserError(f"--efficiency {efficiency:g} is a share of the peak: give a number from 0 to 1.")
     config = preset(model)
     chosen = find_device(
         device,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from dataclasses import dataclass, fields, replace
+from math import isfinite
 from pathlib import Path
 
 from slipstream.errors import UserError
@@ -50,6 +51,13 @@ class Device:
     engine: Runtime = FREE  # of 2BW
     torch_engine: Runtime = FREE  # of the synchronous schedules, which torch runs
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            wanted = _wanted(field.name, value)
+            if wanted and not (value is None and field.name == "memory_bytes"):
+                raise UserError(f"The device's {field.name} must be {wanted}, not {value!r}.")
+
     @property
     def room_bytes(self) -> float:
         """What a plan may fill. A device without a memory figure cannot be planned for."""
@@ -58,7 +66,23 @@ class Device:
                 f"The device '{self.name}' has no memory figure, so no layout can be checked. "
                 f"Give --memory in GiB (for example --memory 80), or choose a preset: {', '.join(PRESETS)}."
             )
-        return self.usable * (self.memory_bytes - self.reserved_bytes)
+        return self.usable * max(0.0, self.memory_bytes - self.reserved_bytes)
+
+
+def _wanted(name: str, value: object) -> str:
+    """What a figure should have been, whoever gave it: a flag, a file or a profile; nothing where it is right."""
+    if name in ("name", "source"):
+        return "" if isinstance(value, str) else "a text"
+    if isinstance(value, Runtime):
+        return ""
+    number = value if isinstance(value, int | float) and isfinite(value) else -1.0
+    if name in ("intra_latency", "inter_latency", "layer_overhead", "reserved_bytes"):
+        return "" if number >= 0 else "0 or more"
+    if name in ("efficiency", "usable"):
+        return "" if 0 < number <= 1 else "above 0 and at most 1"
+    if name == "per_node":
+        return "" if isinstance(value, int) and value > 0 else "a whole number above 0"
+    return "" if number > 0 else "above 0"
 
 
 @dataclass(frozen=True)
@@ -116,9 +140,6 @@ def find_device(name: str, **changes: float | int | None) -> Device:
             "or give a .toml file with name, peak_flops and memory_bytes."
         )
     given = {key: value for key, value in changes.items() if value is not None}
-    for key, value in given.items():
-        if value <= 0 and key not in ("intra_latency", "inter_latency"):
-            raise UserError(f"The device's {key} must be above 0, not {value}.")
     return replace(device, **given)  # pyright: ignore[reportArgumentType]
 
 
@@ -127,7 +148,7 @@ def _from_file(path: Path) -> Device:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"The device file {path} cannot be read: {error.strerror}.") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # also one that is not text
         raise UserError(f"The device file {path} is not valid TOML: {error}.") from None
     known = {field.name for field in fields(Device)} - {"engine", "torch_engine"}  # only a profile has these
     for key in table:

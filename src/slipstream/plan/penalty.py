@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
-from math import log
+from math import inf, log
 from pathlib import Path
 
 from slipstream.errors import UserError
@@ -39,7 +39,7 @@ class Penalty:
     gap: float | None = None
 
     def __post_init__(self) -> None:
-        if not (self.penalty >= 1.0 and self.batch_tokens > 0 and self.parameters > 0):
+        if not (1.0 <= self.penalty < inf and 0 < self.batch_tokens < inf and 0 < self.parameters < inf):
             raise UserError(
                 f"A token penalty entry is out of range: penalty {self.penalty} (at least 1), batch_tokens "
                 f"{self.batch_tokens} and parameters {self.parameters} (above 0)."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -44,7 +45,7 @@ def show(plan: Plan, console: Console, model_name: str, top: int) -> None:
     device = job.cluster.device
     console.print(
         f"[bold]{model_name}[/]: {count(size)} parameters, {count(active)} active, on {job.cluster.devices} "
-        f"x {device.name} ({gib(device.room_bytes)} usable each); batch {count(job.batch_tokens)} tokens, "
+        f"x {escape(device.name)} ({gib(device.room_bytes)} usable each); batch {count(job.batch_tokens)} tokens, "
         f"sequence {job.sequence}. {plan.fitting} of {plan.considered} layouts fit.\n",
         highlight=False,
     )
