@@ -8,10 +8,23 @@ from dataclasses import replace
 
 import pytest
 
+from slipstream.cli import main
 from slipstream.errors import UserError
 from slipstream.models.sizes import preset
 from slipstream.plan.devices import Runtime
-from slipstream.plan.profile import Profile, StageSeconds, fit_line, fit_runtime, link, spreads, timing
+from slipstream.plan.parts import Timing
+from slipstream.plan.profile import (
+    PARTS,
+    Link,
+    Measured,
+    Profile,
+    StageSeconds,
+    fit_line,
+    fit_runtime,
+    link,
+    spreads,
+    timing,
+)
 from slipstream.schedule import Costs, build, simulate
 
 
@@ -75,12 +88,66 @@ def test_a_real_profile_survives_its_file(tmp_path):
     assert profile.torch_engine.on_demand
     assert not profile.engine.on_demand
     profile.write(tmp_path / "p.json")
-    assert Profile.read(tmp_path / "p.json") == profile
+    assert Profile.read(tmp_path / "p.json", Measured.of(preset("cpu-default"), 64, "muon")) == profile
+
+
+CPU = Measured.of(preset("cpu-default"), 64, "muon")
+
+
+def made_up() -> Profile:
+    return Profile(
+        CPU, "mine", 8e9, dict.fromkeys(PARTS, Timing(1e-3, 1e-3, 2e-3, 2e-3, 1e-3)), Link(1e-4, 1e9)
+    )
 
 
 def test_a_file_that_is_no_profile(tmp_path):
+    path = tmp_path / "p.json"
     with pytest.raises(UserError, match="cannot be read"):
-        Profile.read(tmp_path / "none.json")
-    (tmp_path / "p.json").write_text(json.dumps({"device": "x"}))
-    with pytest.raises(UserError, match="not a profile"):
-        Profile.read(tmp_path / "p.json")
+        Profile.read(path, CPU)
+    made_up().write(path)
+    whole = json.loads(path.read_text())
+    Profile.read(path, CPU)
+    slow = {**whole["timings"]["layer"], "forward_overhead": "slow"}
+    for bad in (
+        [],
+        {"device": "x"},
+        {**whole, "timings": []},
+        {**whole, "timings": {"layer": whole["timings"]["layer"]}},  # the rest would be some preset's
+        {**whole, "timings": {**whole["timings"], "layer": slow}},
+        {**whole, "timings": {**whole["timings"], "layer": {**slow, "forward_overhead": -1.0}}},
+        {**whole, "engine": [1]},
+        {**whole, "link": None},
+    ):
+        path.write_text(json.dumps(bad))
+        with pytest.raises(UserError, match="not a profile"):
+            Profile.read(path, CPU)
+
+
+def test_a_profile_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "p.json"
+    made_up().write(path)
+    deeper = replace(preset("cpu-default"), layers=99)  # made of the same parts
+    assert Profile.read(path, Measured.of(deeper, 64, "muon")) == made_up()
+    for other in (("llama-8m", 64, "muon"), ("cpu-default", 128, "muon"), ("cpu-default", 64, "adamw")):
+        with pytest.raises(UserError, match="Measure one for it"):
+            Profile.read(path, Measured.of(preset(other[0]), *other[1:]))
+
+
+def test_what_a_flag_gives_goes_before_what_was_measured(tmp_path, capsys):
+    path = tmp_path / "p.json"
+    made_up().write(path)
+    flags = "--model cpu-default --devices 4 --per-node 1 --batch-tokens 4k --sequence 64 --stages 4 --schedule 1f1b"
+    given = ["plan", *flags.split(), "--profile-file", str(path), "--json"]
+
+    def seconds(*more: str) -> float:
+        with pytest.raises(SystemExit) as leaving:
+            main([*given, *more])
+        assert not leaving.value.code
+        return json.loads(capsys.readouterr().out)["layouts"][0]["seconds_per_update"]
+
+    measured = seconds()
+    assert seconds("--latency", "100000") > measured
+    assert seconds("--bandwidth", "0.0001") > measured
+    with pytest.raises(SystemExit):
+        main([*given, "--memory", "0.01"])
+    assert "do not fit" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from slipstream.plan.layout import Job
 from slipstream.plan.memory import BF16, FP32
 from slipstream.plan.penalty import load_penalties
 from slipstream.plan.planner import plan as search
-from slipstream.plan.profile import Profile
+from slipstream.plan.profile import Measured, Profile
 from slipstream.plan.show import show
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -69,19 +69,19 @@ def plan(
         {"--jitter": jitter, "--latency": latency},
     )  # fmt: skip
     config = preset(model)
-    chosen = find_device(
-        device,
-        memory_bytes=None if memory is None else memory * GIB,
-        efficiency=efficiency,
-        per_node=per_node,
-        inter_latency=None if latency is None else latency * 1e-6,
-        inter_bandwidth=None if bandwidth is None else bandwidth * 1e9,
-    )
-    timings = None
+    chosen, timings = find_device(device), None
     if profile or profile_file is not None:
         measured = _profile(config, sequence, optimizer, profile, profile_file)
         chosen = replace(chosen, **measured.device_changes())
         timings = measured.timings
+    given = {
+        "memory_bytes": None if memory is None else memory * GIB,
+        "efficiency": efficiency,
+        "per_node": per_node,
+        "inter_latency": None if latency is None else latency * 1e-6,
+        "inter_bandwidth": None if bandwidth is None else bandwidth * 1e9,
+    }  # last: a ping-pong on one machine cannot know the network
+    chosen = replace(chosen, **{name: value for name, value in given.items() if value is not None})
     job = Job(
         config=config,
         cluster=Cluster(chosen, devices, jitter),
@@ -126,9 +126,11 @@ def _profile(config: ModelConfig, sequence: int, optimizer: str, measure: bool, 
     """Read a profile, or time this machine: one layer, the embedding, the head, and a link of two ranks."""
     if not measure:
         assert path is not None
-        return Profile.read(path)
+        return Profile.read(path, Measured.of(config, sequence, optimizer))
+    from slipstream.bench.outputs import make_room
     from slipstream.cli.profile import measure_profile
 
+    make_room(path)
     found = measure_profile(config, sequence, optimizer)
     if path is not None:
         found.write(path)

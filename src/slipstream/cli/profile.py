@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 
 from slipstream.models.sizes import ModelConfig
-from slipstream.plan.profile import SIZES, Profile, link, ping_pong, time_stage, timing
+from slipstream.plan.profile import SIZES, Measured, Profile, link, ping_pong, time_stage, timing
 
 
 def measure_profile(config: ModelConfig, sequence: int, optimizer: str) -> Profile:
@@ -41,7 +41,7 @@ def measure_profile(config: ModelConfig, sequence: int, optimizer: str) -> Profi
     for name, stage in parts.items():
         stage.to(dtype)
         steps = build(optimizer, stage)
-        measured = {}
+        seconds = {}
 
         def update(steps: torch.optim.Optimizer = steps) -> None:
             steps.step()
@@ -52,17 +52,18 @@ def measure_profile(config: ModelConfig, sequence: int, optimizer: str) -> Profi
                 inputs = torch.zeros(size, sequence, dtype=torch.long, device=device)
             else:
                 inputs = torch.randn(size, sequence, config.dim, device=device, dtype=dtype)
-            measured[size] = time_stage(stage, inputs, update, loss if name == "head" else None)
-        timings[name] = timing(measured)
+            seconds[size] = time_stage(stage, inputs, update, loss if name == "head" else None)
+        timings[name] = timing(seconds)
     if device.type == "cuda":
         memory, title = torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_name(0)
     else:
         pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
         memory, title = pages * size / (os.cpu_count() or 1), "cpu, one core"
+    measured = Measured.of(config, sequence, optimizer)
     with RankPool(2) as pool:
         found = link(pool.run(ping_pong)[0])
         if device.type == "cuda":  # the host runs ahead of the device: what it does costs nothing
-            return Profile(title, float(memory), timings, found)
+            return Profile(measured, title, float(memory), timings, found)
         work = Work(batch=1, tokens=sequence, dim=config.dim)
         runtimes = [measure_runtime(pool, name, work, found) for name in (ENGINE, BASELINE)]
-    return Profile(title, float(memory), timings, found, *runtimes)
+    return Profile(measured, title, float(memory), timings, found, *runtimes)

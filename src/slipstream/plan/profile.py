@@ -13,12 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import sqrt
+from math import inf, sqrt
 from pathlib import Path
 from statistics import fmean, median, variance
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.errors import UserError
+from slipstream.models.sizes import ModelConfig
 from slipstream.plan.devices import FREE, Runtime
 from slipstream.plan.parts import Timing
 from slipstream.schedule.actions import Kind
@@ -29,6 +30,7 @@ from slipstream.schedule.simulate import simulate
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+PARTS = ("embedding", "layer", "head")
 SIZES = (1, 3)
 REPEATS = 7
 MESSAGE_BYTES = (4, 2**16, 2**20, 2**22)
@@ -41,9 +43,27 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What the parts that were timed are parts of. How many layers a model has makes no difference to one."""
+
+    widths: str
+    sequence: int
+    optimizer: str
+
+    @classmethod
+    def of(cls, config: ModelConfig, sequence: int, optimizer: str) -> Measured:
+        names = ("vocab", "dim", "heads", "kv_heads", "ffn", "experts", "experts_per_token")
+        return cls(", ".join(f"{name} {getattr(config, name)}" for name in names), sequence, optimizer)
+
+    def __str__(self) -> str:
+        return f"{self.widths}, sequence {self.sequence}, {self.optimizer}"
+
+
+@dataclass(frozen=True)
 class Profile:
     """What was measured, where. `timings` has "embedding", "layer" and "head"."""
 
+    measured: Measured
     device: str
     memory_bytes: float
     timings: dict[str, Timing]
@@ -69,19 +89,36 @@ class Profile:
         path.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> Profile:
+    def read(cls, path: Path, wanted: Measured) -> Profile:
+        """The profile at `path`, which must be one of what is `wanted`."""
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
-            timings = {name: Timing(**timing) for name, timing in tree["timings"].items()}
-            runtimes = [Runtime(**tree.get(name, {})) for name in ("engine", "torch_engine")]
-            return cls(tree["device"], tree["memory_bytes"], timings, Link(**tree["link"]), *runtimes)
+            measured = Measured(**tree["measured"])
+            timings = {name: Timing(**_seconds(tree["timings"][name])) for name in PARTS}
+            runtimes = [Runtime(**_seconds(tree.get(name, {}))) for name in ("engine", "torch_engine")]
+            found = cls(
+                measured, tree["device"], tree["memory_bytes"], timings, Link(**tree["link"]), *runtimes
+            )
         except OSError as error:
             reason = error.strerror
             raise UserError(
                 f"The profile {path} cannot be read: {reason}. Measure one with --profile."
             ) from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not a profile ({error}). Measure one with --profile.") from None
+        if measured != wanted:
+            raise UserError(
+                f"The profile {path} is one of {measured}, and this plan is of "
+                f"{wanted}. Measure one for it with --profile."
+            )
+        return found
+
+
+def _seconds(figures: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name, value in figures.items():
+        if value is not None and not 0 <= value < inf:
+            raise ValueError(f"{name} is {value}")
+    return figures
 
 
 class StageSeconds(NamedTuple):
