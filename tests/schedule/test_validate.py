@@ -79,6 +79,7 @@ def twice(i: int) -> Callable[[list[Action]], None]:
         (0, put(0, version=None), "does not say which weights", ">0F0g0<"),
         (0, put(0, version=1), "not published yet", ">0F0g0v1<"),
         (0, put(8, version=2), "out of turn", ">0Ug0v2<"),
+        (0, put(8, microbatch=3), "of a whole group", ">0U3g0v1<"),
         (0, swap(1, 3), "received as the output of", ">0F2g0v0<"),
     ],
 )
@@ -156,6 +157,18 @@ def test_pipedream_must_read_the_newest_weights() -> None:
     stale = tuple(a._replace(version=0) if a.microbatch == 2 else a for a in schedule.ranks[0])
     with pytest.raises(ScheduleError, match="wrong weights: the rule 'stash' says version 2"):
         check(replace(schedule, ranks=(stale,)))
+
+
+def test_an_update_named_after_another_group_is_refused() -> None:
+    broken = edit(build("1f1b", 1, 1, 2), 0, put(2, group=1))
+    with pytest.raises(ScheduleError, match="0Ug1v1 ends with a gradient of group 0"):
+        check(broken)
+
+
+@pytest.mark.parametrize("name", ["paci", "2bw"])
+def test_a_schedule_that_says_it_flushes_and_does_not_is_refused(name) -> None:
+    with pytest.raises(ScheduleError, match="has delay 1, where every group should end at a barrier"):
+        check(replace(build(name, 4, 4, 3), synchronous=True))
 
 
 def test_an_update_that_takes_another_groups_gradient_is_refused() -> None:

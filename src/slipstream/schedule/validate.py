@@ -3,7 +3,7 @@
 complete      every microbatch of every group exactly once on every stage, and every update
 order         no deadlock when receives block: each action's inputs exist before it is reached
 versions      each read is of a version the stage has published, by the rule the schedule names;
-              2BW: delay exactly 1 from group 1 on, on every stage, and at most two banks alive
+              flushed: delay 0; 2BW: delay exactly 1 from group 1 on, on every stage, and at most two banks alive
 communicator  per direction and pair of ranks, messages are received in the order they are sent, so
               that one NCCL communicator per direction, matching by order alone, cannot cross them
 """
@@ -69,6 +69,8 @@ def _check_complete(schedule: Schedule) -> None:
             if home.setdefault(stage, rank) != rank:
                 _fail(schedule, f"stage {stage} is on rank {home[stage]} and on rank {rank}.", here)
             if kind is Kind.UPDATE:
+                if microbatch is not None:
+                    _fail(schedule, f"{action} has a microbatch, and an update is of a whole group.", here)
                 continue
             if microbatch is None or not 0 <= microbatch < schedule.microbatches:
                 _fail(schedule, f"{action} has no such microbatch.", here)
@@ -121,6 +123,8 @@ def _check_versions(schedule: Schedule) -> None:
         problem = ""
         if schedule.shared_update and gradient.update != gradient.group:
             problem = f"feeds update {gradient.update}"
+        elif schedule.synchronous and gradient.delay > 0:
+            problem = f"has delay {gradient.delay}, where every group should end at a barrier"
         elif schedule.weights is not Weights.NEWEST and gradient.mismatch:
             problem = "has a forward and a backward on different weights"
         elif schedule.weights is Weights.BANKS and gradient.delay != min(gradient.group, 1):
@@ -130,11 +134,17 @@ def _check_versions(schedule: Schedule) -> None:
     lawful = with_versions(schedule)
     for rank, (actions, expected) in enumerate(zip(schedule.ranks, lawful.ranks, strict=True)):
         published: Counter[int] = Counter()
+        last: dict[int, int] = {}  # stage -> the group of its last backward
         for position, (action, right) in enumerate(zip(actions, expected, strict=True)):
             here = {rank: position}
             if action.kind is Kind.UPDATE:
                 published[action.stage] += 1
-            elif (action.version or 0) > published[action.stage]:
+                if action.group != last[action.stage]:
+                    _fail(schedule, f"{action} ends with a gradient of group {last[action.stage]}.", here)
+                continue
+            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                last[action.stage] = action.group
+            if (action.version or 0) > published[action.stage]:
                 _fail(schedule, f"{action} reads weights its stage has not published yet.", here)
             elif action.version != right.version:
                 rule = f"'{schedule.weights.value}' says version {right.version}"
