@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from slipstream.errors import UserError
 from slipstream.metrics.events import read_run
 from slipstream.metrics.report import report, sections, write_report
 from slipstream.metrics.report_columns import labels
@@ -216,3 +217,11 @@ def test_sections_without_parts_are_left_out():
     html = page("t", [Section("Bare"), Section("Something", [Chart("c", [Series("s", [1], [2.0])])])])
     assert "Bare" not in html
     assert html.count("<h2>") == 1
+
+
+def test_the_page_lies_in_its_run_and_a_mistyped_run_leaves_nothing_behind(make_run, tmp_path):
+    folder = make_run(steps=2)
+    assert write_report([folder / "events.jsonl"]) == write_report([folder]) == folder / "report.html"
+    with pytest.raises(UserError, match="There is no run folder"):
+        write_report([tmp_path / "mistyped"], tmp_path / "mistyped" / "report.html")
+    assert not (tmp_path / "mistyped").exists()

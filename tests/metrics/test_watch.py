@@ -10,6 +10,7 @@ import time
 import pytest
 from rich.console import Console
 
+from slipstream.errors import UserError
 from slipstream.metrics.events import read_run
 from slipstream.metrics.watch import QUIET_SECONDS, frame, sparkline, watch
 
@@ -69,3 +70,9 @@ def test_watch_follows_until_the_run_finishes(make_run):
     watch(folder, console, interval=0.05)
     writer.join()
     assert "finished" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("interval", [-1.0, 0.0, float("nan"), float("inf")])
+def test_an_interval_that_is_none_is_named(make_run, interval):
+    with pytest.raises(UserError, match="--interval"):
+        watch(make_run(steps=2, finish=False), Console(file=io.StringIO()), interval=interval)

@@ -20,4 +20,4 @@ def report(
     ] = None,
 ) -> None:
     """Write a self-contained page: curves, utilisation, memory, timeline, config, samples."""
-    print(write_report(runs, out or runs[0] / "report.html"))
+    print(write_report(runs, out))

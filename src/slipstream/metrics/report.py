@@ -24,12 +24,13 @@ WHOLE_SAMPLES = 3
 
 
 def write_report(
-    runs: Sequence[str | Path], out: str | Path, title: str = "", lead: Sequence[Section] = ()
+    runs: Sequence[str | Path], out: str | Path | None = None, title: str = "", lead: Sequence[Section] = ()
 ) -> Path:
     """Read the run folders and write the page; returns its path. `lead`: what is said before the runs themselves."""
-    out = Path(out)
+    found = [read_run(run) for run in runs]  # first: a mistyped run must not become a folder
+    out = found[0].path / "report.html" if out is None else Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(report([read_run(run) for run in runs], title, lead), encoding="utf-8")
+    out.write_text(report(found, title, lead), encoding="utf-8")
     return out
 
 

@@ -18,16 +18,20 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.errors import UserError
 from slipstream.metrics.events import Event, Follower, Run, number, read_run
 from slipstream.metrics.report_columns import duration, shape, si
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 STATUS_STYLE = {"finished": "green", "failed": "red", "running": "cyan", "empty": "dim"}
+LONGEST_INTERVAL = 3600  # seconds
 QUIET_SECONDS = 120.0  # a running job that has written nothing for this long is probably dead
 
 
 def watch(folder: str | Path, console: Console, *, once: bool = False, interval: float = 1.0) -> None:
     """Show the run until it ends (or for one frame); Ctrl-C leaves the run alone."""
+    if not 0 < interval <= LONGEST_INTERVAL:
+        raise UserError(f"--interval {interval:g} must be above 0 and at most {LONGEST_INTERVAL} seconds.")
     run = read_run(folder)
     total = _planned_steps(run)
     if once:
