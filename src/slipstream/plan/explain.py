@@ -62,10 +62,11 @@ def explain(plan: Plan) -> list[str]:
     lines.append(_memory_sentence(plan))
     if asynchronous and synchronous:
         lines.append(_break_even(plan, asynchronous, synchronous))
-    lines.append(
-        f"Token penalty used: {plan.penalty.penalty:g} ({plan.penalty.optimizer}, {plan.penalty.correction}; "
-        f"{plan.penalty.source})."
-    )
+    if penalty := plan.penalty:
+        lines.append(
+            f"Token penalty used: {penalty.penalty:g} ({penalty.optimizer}, {penalty.correction}; "
+            f"{penalty.source})."
+        )
     return lines
 
 
@@ -82,13 +83,15 @@ def _verdict(plan: Plan) -> str:
     best, synchronous, asynchronous = plan.best, plan.best_synchronous, plan.best_asynchronous
     if synchronous is None:
         return f"Only asynchronous layouts were asked for: {describe(best.shape)}."
+    if plan.penalty is None:
+        return f"Only synchronous layouts were asked for: {describe(best.shape)}."
     if asynchronous is None:
         return f"No asynchronous layout fits or applies; the best is synchronous: {describe(best.shape)}."
     faster = asynchronous.tokens_per_second / synchronous.tokens_per_second
     net = asynchronous.score / synchronous.score
     compared = (
         f"2BW runs {faster:.3f}x the tokens/s of the fastest synchronous layout "
-        f"({synchronous.shape.schedule}), net {net:.3f}x after the token penalty of {plan.penalty.penalty:g}"
+        f"({synchronous.shape.schedule}), net {net:.3f}x after the token penalty of {asynchronous.penalty:g}"
     )
     if net > 1.0:
         return f"Asynchrony pays: {compared}."
@@ -198,7 +201,7 @@ def to_json(plan: Plan, model_name: str) -> dict[str, Any]:
         "correction": job.correction,
         "considered": plan.considered,
         "fitting": plan.fitting,
-        "penalty": asdict(plan.penalty),
+        "penalty": asdict(plan.penalty) if plan.penalty else None,
         "explanation": explain(plan),
         "layouts": [_layout_json(plan, layout, model_name) for layout in plan.layouts],
     }

@@ -78,11 +78,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Plan:
-    """Ranked layouts, best first, with the token penalty that was applied and the size of the search."""
+    """Ranked layouts, best first, with the token penalty of the delayed ones and the size of the search."""
 
     job: Job
     layouts: tuple[Layout, ...]
-    penalty: Penalty
+    penalty: Penalty | None  # None where only a synchronous schedule was asked for
     considered: int
     fitting: int
 

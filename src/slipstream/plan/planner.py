@@ -20,6 +20,7 @@ from slipstream.plan.layout import Job, Layout, Plan, describe
 from slipstream.plan.memory import StageMemory
 from slipstream.plan.penalty import Penalty, find_penalty
 from slipstream.plan.throughput import Shape, StageTimes, estimate, simulated
+from slipstream.schedule.generate import GENERATORS, canonical
 
 SIMULATED_PER_SCHEDULE = 3
 
@@ -34,9 +35,11 @@ def plan(job: Job) -> Plan:
 
 def _search(job: Job) -> Plan | None:
     """None where nothing fits: whoever looks for the nearest layout that does asks this many times."""
-    penalty = find_penalty(
-        job.penalties, job.optimizer, job.correction, job.batch_tokens, active_parameters(job.config)
-    )
+    penalty = None
+    if job.schedule is None or not GENERATORS[canonical(job.schedule)].synchronous:  # else nothing is delayed
+        penalty = find_penalty(
+            job.penalties, job.optimizer, job.correction, job.batch_tokens, active_parameters(job.config)
+        )
     room = job.cluster.device.room_bytes
     fitter = Fitter(job)
     considered, fitting = 0, []
@@ -71,7 +74,12 @@ def _distinct(entries: Sequence[tuple]) -> list[tuple]:
 
 
 def _layout(
-    job: Job, shape: Shape, cut: Cut, memory: tuple[StageMemory, ...], times: StageTimes, penalty: Penalty
+    job: Job,
+    shape: Shape,
+    cut: Cut,
+    memory: tuple[StageMemory, ...],
+    times: StageTimes,
+    penalty: Penalty | None,
 ) -> Layout:
     speed = simulated(times, shape, job.cluster.jitter)
     rate = job.batch_tokens / speed.seconds
@@ -84,7 +92,7 @@ def _layout(
         speed=speed,
         tokens_per_second=rate,
         mfu=rate * flops_per_token(job.config, job.sequence) / peak,
-        penalty=penalty.penalty if shape.asynchronous else 1.0,
+        penalty=penalty.penalty if penalty and shape.asynchronous else 1.0,
     )
 
 
@@ -139,7 +147,11 @@ def _nearest(job: Job, forced: dict[str, object]) -> str:
         found = []
         for freed in combinations(forced, count):
             relaxed = replace(job, cluster=replace(job.cluster, jitter=0.0), **dict.fromkeys(freed))
-            if result := _search(relaxed):
+            try:
+                result = _search(relaxed)
+            except UserError:  # another schedule would need a token penalty that no one has measured
+                continue
+            if result is not None:
                 found.append(result.best)
         if found:
             best = max(found, key=lambda layout: layout.score)
