@@ -274,6 +274,13 @@ def test_steady_state_is_exact_for_uniform_costs(name, stages, microbatches) -> 
     assert steady(name, stages, microbatches).bubble_fraction == pytest.approx(expected, abs=1e-9)
 
 
+def test_interleaving_over_slow_links_is_not_extrapolated() -> None:
+    """Rounds of 3 repeat only every five of them there: what three show is 2.5 % too fast for 32."""
+    costs = Costs(forward=1.75, backward=1.78, latency=1.12, message_bytes=0.96, bandwidth=1.0)
+    whole = simulate(build("interleaved_1f1b", 3, 96, 2), costs).time_per_update
+    assert steady("interleaved_1f1b", 3, 96, costs).time_per_update == pytest.approx(whole, rel=1e-9)
+
+
 def test_steady_figures_are_per_rank_in_units_of_a_stage() -> None:
     assert steady("1f1b", 4, 32).peak_activations == (4, 3, 2, 1)
     assert steady("zbv", 4, 32).peak_activations == (4, 4, 4, 4)

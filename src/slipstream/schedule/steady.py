@@ -2,8 +2,9 @@
 
 For uniform stages and free updates a time per update becomes affine in m once the pipeline is full,
 T(m + P) - T(m) = const, so a large m is extrapolated from smaller ones as soon as three of them lie on a line.
-Uneven stages and costly updates have kinks further out (an update that a larger m hides), so they are simulated at
-m itself. Groups are simulated until two in a row take equally long.
+Uneven stages and costly updates have kinks further out (an update that a larger m hides), and interleaving over slow
+links has a rhythm of its own, so they are simulated at m itself. Groups are simulated until two in a row take equally
+long.
 
 All figures are per stage in the sense of one rank: a schedule with v chunks per rank counts a chunk's
 activations as 1/v, so that schedules compare at equal model and equal number of ranks.
@@ -60,7 +61,9 @@ def _full_pipeline(
     name: str, stages: int, microbatches: int, costs: Costs, options: dict[str, int | None]
 ) -> int:
     """The least m' = m - nP that fills the pipeline; m itself where a smaller m is another schedule."""
-    uneven_rounds = name == "interleaved_1f1b" and stages > 0 and microbatches % stages != 0
+    # Rounds over slow links settle into a rhythm of several rounds: three that lie on a line prove nothing.
+    slow_links = bool(costs.latency or costs.message_bytes)
+    uneven_rounds = name == "interleaved_1f1b" and stages > 0 and (microbatches % stages != 0 or slow_links)
     uneven_stages = any(isinstance(getattr(costs, field.name), Sequence) for field in fields(costs))
     kinked = (
         uneven_rounds or uneven_stages or costs.update or costs.update_latency or costs.jitter or costs.drift
