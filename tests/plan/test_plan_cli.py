@@ -58,6 +58,30 @@ def test_every_toml_is_a_run_that_train_accepts(capsys, options):
         resolve(from_tree(tomllib.loads(text)))
 
 
+def test_a_placement_that_train_does_not_make_is_marked_and_has_no_toml(capsys):
+    """Ranks of one pipeline are neighbours there, so its stages share a node before its data ranks do."""
+    options = [
+        "--model",
+        "smollm2-1.7b",
+        "--devices",
+        "32",
+        "--stages",
+        "2",
+        "--bandwidth",
+        "20",
+        "--top",
+        "40",
+    ]
+    run(*options, "--json")
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    assert not all(layout["pipeline_inside"] for layout in layouts)
+    assert not any(layout["toml"] for layout in layouts if not layout["pipeline_inside"])
+    schedules = {layout["schedule"] for layout in layouts if layout["toml"]}
+    assert schedules >= {"1f1b", "gpipe", "zbv", "pipedream_2bw"}  # the best that runs is always there
+    run(*options)
+    assert "spread" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -172,6 +172,8 @@ def test_the_toml_of_a_plan_is_a_valid_run(result, tmp_path):
         loaded = config.load(path)
         assert loaded.tokens_per_step == result.job.batch_tokens
         assert loaded.pipeline.stages == layout.shape.stages
+        spread = replace(layout, shape=replace(layout.shape, pipeline_inside=False))
+        assert to_toml(result, spread, "smollm2-1.7b") is None  # ranks of one pipeline are neighbours
 
 
 def test_json_holds_every_figure(result):

@@ -17,14 +17,9 @@ from dataclasses import asdict
 from typing import Any
 
 from slipstream.errors import UserError
-from slipstream.plan.layout import Layout, Plan, describe
+from slipstream.plan.layout import RUNNABLE, Layout, Plan, describe, runs
 from slipstream.plan.penalty import SYNC_START
 from slipstream.plan.throughput import rank_pairs, rank_sums
-
-RUNNABLE = {  # planner's name -> pipeline.schedule
-    "pipedream_2bw": "2bw", "1f1b": "1f1b", "gpipe": "gpipe", "interleaved_1f1b": "interleaved_1f1b",
-    "zbv": "zbv",
-}  # fmt: skip
 
 
 def losses(layout: Layout) -> dict[str, float]:
@@ -144,13 +139,9 @@ def break_even_batch(asynchronous: Layout, synchronous: Layout, batch_tokens: fl
 
 
 def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
-    """The settings that run `layout`; None where `slipstream train` has no such schedule, cannot shard its
-    optimizer under it, or takes only whole rounds of P microbatches.
-    """
+    """The settings that run `layout`; None where `slipstream train` cannot."""
     shape, job = layout.shape, plan.job
-    if shape.schedule not in RUNNABLE or (shape.shard_optimizer and not shape.asynchronous):
-        return None
-    if shape.chunks > 1 and shape.microbatches % shape.stages:
+    if not runs(shape):
         return None
     half = (
         "bfloat16" if shape.asynchronous else "bfloat16_autocast"

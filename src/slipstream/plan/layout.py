@@ -104,6 +104,24 @@ class Plan:
         return layout.score / best.score if best else None
 
 
+RUNNABLE = {  # planner's name -> pipeline.schedule
+    "pipedream_2bw": "2bw", "1f1b": "1f1b", "gpipe": "gpipe", "interleaved_1f1b": "interleaved_1f1b",
+    "zbv": "zbv",
+}  # fmt: skip
+
+
+def runs(shape: Shape) -> bool:
+    """Whether `slipstream train` does this: it shards the optimizer under 2BW only, takes whole rounds of P
+    microbatches where a rank holds two chunks, and gives the stages of one pipeline neighbouring ranks.
+    """
+    return (
+        shape.schedule in RUNNABLE
+        and (shape.asynchronous or not shape.shard_optimizer)
+        and (shape.chunks == 1 or shape.microbatches % shape.stages == 0)
+        and shape.pipeline_inside
+    )
+
+
 def describe(shape: Shape) -> str:
     """A layout in words."""
     words = [shape.schedule, f"P={shape.stages}", f"D={shape.data_ranks}", f"m={shape.microbatches}"]
@@ -112,6 +130,8 @@ def describe(shape: Shape) -> str:
         words.append("activation checkpointing")
     if shape.shard_optimizer:
         words.append("sharded optimizer")
+    if not shape.pipeline_inside:
+        words.append("stages spread over nodes")
     if shape.in_flight:
         words.append(f"{shape.in_flight} in flight")
     return ", ".join(words)

@@ -16,7 +16,7 @@ from itertools import combinations
 from slipstream.errors import UserError
 from slipstream.models.sizes import active_parameters, flops_per_token, parameters
 from slipstream.plan.candidates import Cut, Fitter, shapes
-from slipstream.plan.layout import Job, Layout, Plan, describe
+from slipstream.plan.layout import Job, Layout, Plan, describe, runs
 from slipstream.plan.memory import StageMemory
 from slipstream.plan.penalty import Penalty, find_penalty
 from slipstream.plan.throughput import Shape, StageTimes, estimate, simulated
@@ -63,14 +63,14 @@ def _search(job: Job) -> Plan | None:
 def _distinct(entries: Sequence[tuple]) -> list[tuple]:
     """The best few, no two of the same P and microbatch: variants of one layout would crowd out the rest.
 
-    The best with an unsharded optimizer is among them: `slipstream train` shards it under 2BW only.
+    The best that `slipstream train` runs is among them.
     """
     kept: dict[tuple[int, int], tuple] = {}
     for entry in entries:
         kept.setdefault((entry[1].stages, entry[1].microbatch_size), entry)
     best = list(kept.values())[:SIMULATED_PER_SCHEDULE]
-    whole = next((entry for entry in entries if not entry[1].shard_optimizer), None)
-    return best if whole is None or whole in best else [*best, whole]
+    runnable = next((entry for entry in entries if runs(entry[1])), None)
+    return best if runnable is None or runnable in best else [*best, runnable]
 
 
 def _layout(

@@ -33,8 +33,9 @@ HEADER = (
 )
 LEGEND = (
     "net: time to loss of the best synchronous layout over this one's. size: sequences per microbatch and "
-    "device. ckpt: activation checkpointing. shard: optimizer sharded over data ranks. K: microbatches in "
-    "flight. idle: device time without computation. time: to train on {tokens} tokens' worth of loss."
+    "device. ckpt: activation checkpointing. shard: optimizer sharded over data ranks. spread: nodes hold data "
+    "ranks of one stage, not stages of one pipeline. K: microbatches in flight. idle: device time without "
+    "computation. time: to train on {tokens} tokens' worth of loss."
 )
 
 
@@ -90,6 +91,7 @@ def _row(plan: Plan, layout: Layout) -> list[str]:
         for word, on in (
             ("ckpt", shape.checkpointing),
             ("shard", shape.shard_optimizer),
+            ("spread", not shape.pipeline_inside),
             (f"K{shape.in_flight}", shape.in_flight),
         )
         if on
