@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors",
         "torch_private",
     },
-    "study": {"train", "metrics", "plan", "config", "schedule", "errors"},
+    "study": {"train", "data", "metrics", "plan", "config", "schedule", "errors"},
     "bench": {
         "pipeline",
         "schedule",
