@@ -307,6 +307,17 @@ def test_the_page_says_what_is_missing_and_what_failed(tmp_path, paired):
     assert "2 of 12 runs are missing." in page
 
 
+def test_a_run_that_broke_on_the_way_is_named(tmp_path, paired):
+    study, expansion, results, _, _ = paired
+    point = next(p for p in expansion.points if p.name == "seed=0 mode=sync")
+    broken = [(1e3, 5.3), (2e3, 7.25), (3e3, 6.0), (4e3, 5.2), (5e3, 5.5)]
+    results = {**results, point.digest: replace(results[point.digest], validation=broken)}
+    write_tables(study, expansion, results, tmp_path)
+    text = (tmp_path / "s.md").read_text()
+    assert "seed=0 mode=sync broke on the way: its validation loss rose from 5.30 to 7.25." in text
+    assert text.count("broke on the way") == 1  # a rise of 0.3 is noise
+
+
 def test_every_run_is_listed(paired):
     _, expansion, results, _, _ = paired
     table = runs_table(expansion.points, results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from slipstream.study.cells import Cell, Layout, pairs
 from slipstream.study.results import Curve, Result
 from slipstream.study.sweep import Expansion, Study
 from slipstream.study.tables import as_csv, compared_cells, markdown, runs_table, table_csv, tables
+
+_BROKEN = 0.5  # a rise of the validation loss that no noise explains
 
 
 def write_tables(study: Study, expansion: Expansion, results: Mapping[str, Result], out: Path) -> list[Path]:
@@ -108,8 +111,18 @@ def _mean_series(name: str, curves: Sequence[Curve], colour: int) -> Series:
     return Series(name, xs, [statistics.fmean(column) for column in columns], *band, colour=colour)
 
 
+def _rise(curve: Curve) -> tuple[float, float] | None:
+    """The lowest loss and a higher one after it, where training once lost more than noise does."""
+    lowest = math.inf
+    worst = (0.0, 0.0)
+    for _, loss in curve:
+        lowest = min(lowest, loss)
+        worst = max(worst, (lowest, loss), key=lambda pair: pair[1] - pair[0])
+    return worst if worst[1] - worst[0] > _BROKEN else None
+
+
 def notes_of(expansion: Expansion, results: Mapping[str, Result]) -> list[str]:
-    """What is missing, what failed, what was not measured on one machine and one text."""
+    """What is missing, failed or broke on the way, and what was not measured on one machine and one text."""
     notes = list(expansion.notes)
     ended = [results[point.digest] for point in expansion.points if point.digest in results]
     missing = len(expansion.points) - len(ended)
@@ -121,6 +134,12 @@ def notes_of(expansion: Expansion, results: Mapping[str, Result]) -> list[str]:
         result = results.get(point.digest)
         if result is not None and result.failed:
             notes.append(f"{point.name} failed: {result.failed.partition(chr(10))[0]}")
+        elif result is not None and (rise := _rise(result.validation)) is not None:
+            low, high = rise
+            notes.append(
+                f"{point.name} broke on the way: its validation loss rose from {low:.2f} to {high:.2f}. "
+                "Gaps to or of such a run say little."
+            )
     for attribute, what in (("device", "device"), ("data", "data"), ("held_out", "validation text")):
         kinds = sorted({getattr(result, attribute) for result in ended if getattr(result, attribute)})
         if len(kinds) > 1:
