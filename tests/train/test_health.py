@@ -12,6 +12,7 @@ from tests.train.conftest import assert_equal_weights
 from tests.train.jobs import poison
 
 from slipstream.errors import StageError
+from slipstream.metrics.events import read_run
 from slipstream.train import assemble, batches, checkpoint, health
 from slipstream.train.health import Monitor, checksum, divergence, fingerprint
 
@@ -107,6 +108,11 @@ def test_updates_that_are_not_finite_are_skipped_and_reported(runs, poisoned):
 def test_repeated_failures_stop_the_run(runs, poisoned):
     with pytest.raises(StageError, match="2 updates in a row were not finite"):
         runs.train("run", "pipeline.schedule=emulate", "health.max_skipped=2")
+    # Its log has the last word on it: a run that failed does not look like one that goes on.
+    (failure,) = runs.events("run", "error")
+    assert failure["step"] == 7
+    assert "2 updates in a row were not finite" in failure["message"]
+    assert read_run(runs.folder / "run").status == "failed"
 
 
 def test_a_rollback_skips_the_data(runs, poisoned, monkeypatch):

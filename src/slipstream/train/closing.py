@@ -4,8 +4,10 @@ path.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
+from slipstream.errors import UserError
 from slipstream.metrics.progress import Show, duration
 from slipstream.metrics.report import write_report
 from slipstream.train.evaluate import unigram_entropy
@@ -57,6 +59,14 @@ def close(parts: Parts, outcome: Outcome) -> None:
         write_report([folder], folder / "report.html")
     show.note(f"Finished {outcome.step} steps, {tokens:,} tokens, in {duration(recorder.seconds)}.")
     show.note(paths(folder))
+
+
+def record_failure(parts: Parts, error: Exception) -> None:
+    """Why the run ended, for whoever looks at its log: without a last word it would seem to be still running."""
+    if parts.recorder is not None:
+        with contextlib.suppress(OSError):  # of a disk without room for this line either
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            parts.recorder.write("error", parts.reporter.reported, message=f"{kind}{error}")
 
 
 def say_finished(folder: Path, step: int) -> None:

@@ -84,6 +84,7 @@ class Reporter:
 
     def start(self, step: int) -> None:
         """Begin, or begin again, after `step`."""
+        self.reported = step
         self._pending.clear()
         self._losses.clear()
         self._post_stage()

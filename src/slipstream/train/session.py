@@ -128,8 +128,12 @@ def _attempt(
     asked: threading.Event,
 ) -> Outcome:
     with assemble(config, world, seat, data, plan, board) as parts:
-        outcome = train(parts, plan.step, plan.data_offset, asked)
-        closing.close(parts, outcome)
+        try:
+            outcome = train(parts, plan.step, plan.data_offset, asked)
+            closing.close(parts, outcome)
+        except Exception as error:
+            closing.record_failure(parts, error)
+            raise
     return outcome
 
 
