@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.errors import UserError
 from slipstream.metrics.events import Follower, Run, read_run
+from slipstream.metrics.record import cut_back
 
 from .conftest import step_event
 
@@ -83,3 +84,16 @@ def test_follower_waits_for_the_end_of_a_half_written_line(tmp_path):
         stream.write(line[-4:])
     assert [event["message"] for event in follower.poll()] == ["ä"]
     assert follower.poll() == []
+
+
+def test_follower_reads_anew_what_a_resumed_run_puts_in_the_place_of_its_log(make_run):
+    folder = make_run(steps=100, finish=False)
+    follower = Follower(folder)
+    follower.poll()
+    cut_back(folder, 40)
+    with (folder / "events.jsonl").open("a") as stream:
+        for event in ({"event": "start", "step": 40}, {"event": "step", "step": 41, "loss": 7.0}):
+            stream.write(json.dumps(event) + "\n")
+    follower.poll()
+    assert follower.events == list(read_run(folder).events)
+    assert follower.events[-1]["loss"] == 7.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,20 +143,32 @@ def _runs_inside(folder: Path) -> str:
 
 
 class Follower:
-    """Reads what was appended to events.jsonl since the last call; half-written lines wait for their end."""
+    """Reads what was appended to events.jsonl since the last call; half-written lines wait for their end.
+
+    A run that goes back to a checkpoint puts a shorter file in its place: that one is read from its beginning, and
+    `events` holds what it says.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / EVENTS_FILE
+        self.events: list[Event] = []
+        self._file = 0
         self._offset = 0
         self._tail = b""
 
     def poll(self) -> list[Event]:
         try:
             with self.path.open("rb") as stream:
+                found = os.fstat(stream.fileno())
+                if found.st_ino != self._file or found.st_size < self._offset:
+                    self.events.clear()
+                    self._file, self._offset, self._tail = found.st_ino, 0, b""
                 stream.seek(self._offset)
                 fresh = stream.read()
         except FileNotFoundError:
             return []
         self._offset += len(fresh)
         *lines, self._tail = (self._tail + fresh).split(b"\n")
-        return parse_lines(line.decode("utf-8", errors="replace") for line in lines)[0]
+        events, _ = parse_lines(line.decode("utf-8", errors="replace") for line in lines)
+        self.events.extend(events)
+        return events

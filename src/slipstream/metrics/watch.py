@@ -38,16 +38,15 @@ def watch(folder: str | Path, console: Console, *, once: bool = False, interval:
         console.print(frame(run, total, console.width, time.time()))
         return
     follower = Follower(run.path)
-    events: list[Event] = follower.poll()
     try:
         with Live(console=console, refresh_per_second=4, screen=False) as live:
             while True:
-                run = Run(run.path, tuple(events), config=run.config, environment=run.environment)
+                follower.poll()
+                run = Run(run.path, tuple(follower.events), config=run.config, environment=run.environment)
                 live.update(frame(run, total, console.width, time.time()))
                 if run.status in ("finished", "failed"):
                     return
                 time.sleep(interval)
-                events.extend(follower.poll())
     except KeyboardInterrupt:
         return
 
