@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import pytest
 import torch
 from tests.train.test_export import SHAPES, scrambled
 
+from slipstream.data.tokenizer import Tokenizer
 from slipstream.errors import UserError
 from slipstream.models.sizes import PRESETS
 from slipstream.models.stages import build_model
 from slipstream.train.decode import Decoder
-from slipstream.train.generate import sample
+from slipstream.train.generate import Trained, sample, write
 
 TOKENS = torch.randint(0, 97, (24,), generator=torch.Generator().manual_seed(3)).tolist()
 
@@ -73,6 +75,25 @@ def test_an_end_mark_a_seed_and_bad_settings():
     assert list(sample(model, [1, 2], 30, seed=4, end=one[9], **options)) == one[: one.index(one[9])]
     with pytest.raises(UserError, match="must not be negative"):
         list(sample(model, [1], 3, sequence=8, temperature=-1))
+
+
+def test_extreme_temperatures_are_the_likeliest_token_and_any_of_the_likeliest():
+    model = scrambled(SHAPES["llama tied"])
+    greedy = list(sample(model, [1, 2], 8, sequence=16, temperature=0))
+    for cold in (1e-45, 1e-38, 1e-12):
+        assert list(sample(model, [1, 2], 8, sequence=16, temperature=cold)) == greedy
+    for hot in (1e300, float("inf")):
+        first = {
+            next(sample(model, [1, 2], 1, sequence=16, temperature=hot, top_k=3, seed=seed))
+            for seed in range(40)
+        }
+        assert first == set(Decoder(model, 2).feed([1, 2]).topk(3).indices.tolist())
+
+
+def test_a_prompt_that_is_no_text_is_refused():
+    trained = Trained(scrambled(SHAPES["llama tied"]), cast("Tokenizer", None), 1, 16)
+    with pytest.raises(UserError, match="not UTF-8"):
+        write(trained, "a\udcff", 3, temperature=0, top_k=0, seed=0)
 
 
 def test_each_token_passes_the_model_once_or_twice_not_with_its_whole_window():

@@ -94,11 +94,19 @@ def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gen
     if top_k and top_k < logits.numel():
         threshold = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < threshold, float("-inf"))
-    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
+    # The likeliest token at 0, and a temperature float32 can hold: no quotient is then infinity over infinity.
+    logits = (logits - logits.max()) / min(max(temperature, 1e-30), 1e30)
+    return int(torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=generator))
 
 
 def write(trained: Trained, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int) -> str:
     """The continuation of `prompt`, as text."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # bytes of a command line that are no UTF-8 come as lone surrogates
+        raise UserError(
+            f"The prompt is not UTF-8 text (position {error.start}). Write it in UTF-8."
+        ) from None
     ids = trained.tokenizer.encode(prompt) or [trained.tokenizer.end_of_document]
     made = sample(
         trained.model,
