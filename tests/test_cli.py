@@ -38,6 +38,11 @@ def test_a_users_mistake_prints_no_traceback_and_exits_with_2(capsys):
     assert "Traceback" not in error
 
 
+def test_a_value_may_be_longer_than_a_file_name(capsys):
+    assert exit_code(["train", f"train.sample_prompt={'x' * 5000}", "--dry-run"]) == 0
+    assert "x" * 5000 in capsys.readouterr().out
+
+
 def test_a_missing_file_and_an_unknown_command(capsys):
     assert exit_code(["train", "nowhere.toml"]) == 2
     assert "There is no file 'nowhere.toml'" in capsys.readouterr().err
@@ -60,6 +65,11 @@ def test_a_place_that_cannot_be_used_is_said_in_one_line(capsys, tmp_path):
         told = " ".join(capsys.readouterr().err.split())
         assert told.startswith("error:"), told
         assert expected in told, told
+
+
+def test_a_seed_beyond_64_bits_is_refused(capsys):
+    assert exit_code(["generate", "x", "--seed", str(2**64)]) == 2
+    assert "--seed" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_said_in_one_line(capsys, monkeypatch):

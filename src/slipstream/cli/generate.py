@@ -16,7 +16,7 @@ def generate(
     tokens: int = typer.Option(128, min=1, help="Tokens to write."),
     temperature: float = typer.Option(0.8, min=0, help="0: always the likeliest token."),
     top_k: int = typer.Option(40, min=0, help="Choose among the k likeliest; 0: among all."),
-    seed: int = typer.Option(0, min=0, help="Same seed, same text."),
+    seed: int = typer.Option(0, min=0, max=2**64 - 1, help="Same seed, same text."),
     as_json: bool = typer.Option(False, "--json", help="Print a JSON object."),
 ) -> None:
     """Continue PROMPT with the newest weights of RUN."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 import typer
 
@@ -41,7 +41,8 @@ def train(
 
 def parse(arguments: list[str]) -> Config:
     """The first argument without a '=' is the file; the rest are overrides."""
-    files = [text for text in arguments if "=" not in text or Path(text).is_file()]
+    # os.path: a value may be longer than any file name, which pathlib raises an error about.
+    files = [text for text in arguments if "=" not in text or os.path.isfile(text)]
     overrides = [text for text in arguments if text not in files]
     if len(files) > 1:
         overrides += files[1:]  # reported as what they are: not overrides
