@@ -97,6 +97,11 @@ def test_dry_run_prints_a_run_that_can_be_started(capsys, tmp_path):
     assert capsys.readouterr().out == printed
 
 
+def test_config_says_when_no_key_matches(capsys):
+    assert exit_code(["config", "optim.learning_rate"]) == 2
+    assert "No key contains 'optim.learning_rate'. Did you mean" in capsys.readouterr().err
+
+
 def test_config_lists_every_key(capsys):
     assert exit_code(["config", "--json"]) == 0
     rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)}

@@ -76,6 +76,10 @@ def test_every_problem_is_reported_with_its_nearest_key():
         (["health.rollback=true", "checkpoint.keep=0"], "checkpoints to return to"),
         (["checkpoint.every=5", "checkpoint.keep=0"], "checkpoint.every = 5 cannot take effect"),
         (["train.sample_tokens=5", "checkpoint.keep=0"], "train.sample_tokens = 5 cannot take effect"),
+        (["pipeline.schedule=zbv", "model.experts=4", "model.experts_per_token=2"], "routed layer"),
+        (["optim.warmup=500"], "Set it to at most 400 updates"),
+        (["optim.correction=lr_scaling", "optim.correction_lambda=1"], "with optim.correction=lr_scaling"),
+        ([*EMULATED, "pipeline.delay=[1, 1, 1, 1, 1, 1, 1, 1, 1]"], "names 9 stages"),
         (["pipeline.mismatch=1"], "keeps a forward's weights for its backward"),
         ([*EMULATED, "pipeline.mismatch=2"], "above that stage's delay"),
         ([*EMULATED, "pipeline.delay=[1, 0]", "pipeline.mismatch=[1]"], "one number for each stage"),
@@ -88,6 +92,11 @@ def test_every_problem_is_reported_with_its_nearest_key():
 )
 def test_what_cannot_work_is_refused(overrides, words):
     assert any(words in problem for problem in problems_of(overrides)), problems_of(overrides)
+
+
+def test_a_problem_is_told_once_and_by_its_key():
+    assert problems_of(["model.heads=3"])[0].startswith("model.dim 128 does not")
+    assert [text for text in problems_of(["train.compile=fast"]) if "literal" in text.lower()] == []
 
 
 def test_derived_values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 
 import typer
@@ -10,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from slipstream.config import Reach, describe
+from slipstream.errors import UserError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -24,6 +26,10 @@ def config(
     `slipstream train run.toml KEY=VALUE --dry-run` prints a resolved run instead.
     """
     found = [key for key in describe() if search in key.name]
+    if not found:
+        near = difflib.get_close_matches(search, [key.name for key in describe()], n=3, cutoff=0.5)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise UserError(f"No key contains '{search}'.{hint} `slipstream config` lists them all.")
     if as_json:
         rows = [
             {

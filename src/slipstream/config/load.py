@@ -103,11 +103,11 @@ def _explain(item: Any) -> str:
     key = ".".join(location)
     if item["type"] == "extra_forbidden":
         return _unknown(key)
-    if item["type"] == "literal_error":
-        return f"{key} = {item['input']!r} is not one of {item['ctx']['expected']}.{_near_value(item)}"
     known = set(keys())
     while key not in known and "." in key:  # a union adds the name of each alternative
         key = key.rpartition(".")[0]
+    if item["type"] == "literal_error":
+        return f"{key} = {item['input']!r} is not one of {item['ctx']['expected']}.{_near_value(item)}"
     message = item["msg"][0].lower() + item["msg"][1:]
     return f"{key} = {item['input']!r}: {message}."
 

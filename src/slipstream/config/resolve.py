@@ -61,8 +61,8 @@ def _model(settings: ModelSettings, problems: list[str]) -> ModelConfig | None:
         return None
     try:
         return model_config(settings)
-    except Exception as error:  # the model's own settings explain themselves
-        problems.append(f"model: {error}")
+    except ConfigError as error:  # the model's own settings explain themselves
+        problems.extend(error.problems)
         return None
 
 
@@ -128,9 +128,10 @@ def _optim(config: Config, problems: list[str]) -> dict[str, Any]:
                 f"effect: every update of pipeline.schedule = '{pipeline.schedule}' is flushed. Set them "
                 "to 0."
             )
-    if correction == "none" and optim.correction_lambda is not None:
+    if correction in ("none", "lr_scaling") and optim.correction_lambda is not None:
+        without = "without a correction" if correction == "none" else "with optim.correction=lr_scaling"
         problems.append(
-            f"optim.correction_lambda = {optim.correction_lambda} cannot take effect without a correction. "
+            f"optim.correction_lambda = {optim.correction_lambda} cannot take effect {without}. "
             "Set optim.correction=error_feedback, or drop it."
         )
     if config.model.init_from is not None and "name" not in optim.model_fields_set:
@@ -190,6 +191,11 @@ def _check_pipeline(config: Config, problems: list[str]) -> None:
             problems.append(f"pipeline.delay = {pipeline.delay} must not be negative or empty.")
         elif pipeline.mismatch not in (0, [0]):
             _check_mismatch(config, delays, problems)
+        if config.model.layers is not None and len(delays) > config.model.layers:
+            problems.append(
+                f"pipeline.delay = {pipeline.delay} names {len(delays)} stages, and {config.model.layers} layers "
+                f"cannot fill them. List at most {config.model.layers} delays."
+            )
     elif m < stages:
         problems.append(
             f"pipeline.microbatches = {m} is less than pipeline.stages = {stages}. Set "
@@ -223,6 +229,11 @@ def _check_pipeline(config: Config, problems: list[str]) -> None:
         )
     if pipeline.schedule == "zbv" and config.data.mask_documents:
         problems.append("data.mask_documents does not work with pipeline.schedule=zbv. Use 2bw or 1f1b.")
+    if pipeline.schedule == "zbv" and config.model.experts:
+        problems.append(
+            f"model.experts = {config.model.experts} does not work with pipeline.schedule=zbv: torch cannot cut the "
+            "backward of a routed layer in two. Use 2bw, 1f1b or interleaved_1f1b."
+        )
     if pipeline.shard_optimizer and pipeline.data_ranks == 1:
         problems.append("pipeline.shard_optimizer needs pipeline.data_ranks of 2 or more to take effect.")
     if pipeline.partitions and (pipeline.schedule == "emulate" or config.train.device == "cpu"):
@@ -276,9 +287,13 @@ def _check_train(config: Config, problems: list[str]) -> None:
     start, finish = updates(optim.sync_start, train.steps), updates(optim.sync_finish, train.steps)
     if start + finish > train.steps:
         problems.append(
-            f"optim.sync_start ({start}) and optim.sync_finish ({finish}) exceed train.steps ({train.steps})."
+            f"optim.sync_start ({start} updates) and optim.sync_finish ({finish}) exceed train.steps ({train.steps}). "
+            "Lower one of them."
         )
     if updates(optim.warmup, train.steps) > train.steps:
-        problems.append(f"optim.warmup = {optim.warmup:g} exceeds train.steps = {train.steps}.")
+        problems.append(
+            f"optim.warmup = {optim.warmup:g} exceeds train.steps = {train.steps}. Set it to at most {train.steps} "
+            "updates, or below 1 for a share of the steps."
+        )
     if config.health.rollback and config.checkpoint.every == 0:
         problems.append("health.rollback needs checkpoints to return to. Set checkpoint.every.")
