@@ -14,6 +14,7 @@ import shutil
 import pytest
 import torch
 
+from slipstream.errors import UserError
 from slipstream.optim.newton_schulz import COEFFICIENTS, STEPS, orthogonalise
 from slipstream.train import checkpoint
 from slipstream.train.master import load_master
@@ -82,6 +83,18 @@ def test_a_run_with_a_sharded_optimizer_resumes_bit_for_bit(runs):
     runs.train("half", *settings, "checkpoint.every=4")
     assert runs.events("half", "start")[-1]["resumed"]
     assert apart(runs.weights("whole"), runs.weights("half")) == 0
+
+
+def test_experts_balanced_over_other_rows_are_another_training(runs):
+    """Without the balance loss the data ranks agree; with it a resume into another number of them is refused."""
+    experts = ["model.experts=4", "model.experts_per_token=2", "train.steps=4", "checkpoint.every=2"]
+    two = ["pipeline.stages=1", "pipeline.data_ranks=2"]
+    runs.train("one", "pipeline.schedule=emulate", "model.balance_loss=0", *experts)
+    runs.train("two", "model.balance_loss=0", *two, *experts)
+    assert apart(runs.weights("two"), runs.weights("one")) < 1e-6
+    runs.train("run", "pipeline.schedule=emulate", *experts)
+    with pytest.raises(UserError, match="data_ranks: the run has 1, asked for 2"):
+        runs.train("run", *two, *experts)
 
 
 def test_why_single_matrices_of_muon_part_further():

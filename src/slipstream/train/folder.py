@@ -211,6 +211,13 @@ def _check_same_run(
         allowed.clear()
     allowed.add("data.path")  # what lies there decides, by its fingerprint, and not how it is reached
     refused: list[Change | str] = [change for change in differences if change.name not in allowed]
+    ranks = stored.pipeline.data_ranks, config.pipeline.data_ranks
+    if ranks[0] != ranks[1] and stored.model.experts and stored.model.balance_loss:
+        # Not linear in the rows, so not the same loss when other rows are taken together.
+        refused.append(
+            f"pipeline.data_ranks: the run has {ranks[0]}, asked for {ranks[1]}; the balance loss of its experts is "
+            "taken over the rows of one data rank"
+        )
     if manifest.meta["data_fingerprint"] != data_fingerprint:
         refused.append(
             f"data: the run's had the fingerprint {manifest.meta['data_fingerprint'][:12]}, this has "
