@@ -141,6 +141,45 @@ def test_retention_keeps_the_newest(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000011"]
 
 
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_hold_up_the_loop(tmp_path, monkeypatch):
+    (writer,), events, failures = writers(tmp_path, 1, keep=1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "rmtree", lambda *args, **options: None)
+        writer.submit(1, state(1), {})
+        writer.submit(2, state(2), {})
+        writer.finish()
+        assert (tmp_path / ".draft-removed-step-00000001").exists()  # half removed: in the way of the next
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "manifest.json").write_text("")
+    for step in (3, 4, 5):
+        writer.submit(step, state(step), {})
+    writer.finish()
+    assert [step for step, _ in events] == [1, 2, 3, 4, 5]
+    assert all("could not be removed" in text for text in failures)
+    checkpoint._remove(tmp_path, [tmp_path / "step-00000009"])  # gone already: somebody was quicker
+
+
+def test_an_error_that_ends_the_thread_is_raised_in_the_loop(tmp_path):
+    """A log that cannot be written, say: the loop must not wait for a thread that is no more."""
+
+    def full(step, path):
+        raise OSError(28, "No space left on device")
+
+    names = ("stage-000",)
+    writer = Writer(tmp_path, "n0", names[0], lambda *_: None, Leader(names, 2, lambda *_: True, full), 5.0)
+
+    def submit_all():
+        for step in range(1, 9):
+            writer.submit(step, state(step), {})
+
+    with pytest.raises(OSError, match="No space"):
+        submit_all()
+    with pytest.raises(OSError, match="No space"):
+        writer.finish()
+    assert checkpoint.committed(tmp_path)
+
+
 def _truncate(path: Path):
     file = path / "stage-000.safetensors"
     file.write_bytes(file.read_bytes()[:-9])

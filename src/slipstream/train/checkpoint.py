@@ -11,6 +11,7 @@ at the next start.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -98,7 +99,8 @@ def _remove(root: Path, paths: Sequence[Path]) -> None:
     """A folder is renamed first, so half of one is never taken for a whole."""
     for path in paths:
         doomed = root / f".draft-removed-{path.name}"
-        path.rename(doomed)
+        with contextlib.suppress(FileNotFoundError):  # somebody else removed it in this moment
+            path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 

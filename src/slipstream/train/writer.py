@@ -51,6 +51,7 @@ class Writer:
     _jobs: queue.Queue = field(default_factory=lambda: queue.Queue(maxsize=1))
     _thread: threading.Thread | None = None
     _last_failure: CheckpointError | None = None
+    _broken: Exception | None = None  # what ended the thread: nothing of this kind is expected
     _closed: threading.Event = field(default_factory=threading.Event)
 
     def submit(
@@ -65,20 +66,27 @@ class Writer:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
             self._thread.start()
-        while True:
+        self._hand_over((step, tree, meta), meanwhile)
+
+    def _hand_over(self, job: Any, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Nobody takes anything from a thread that ended with an error: it is raised here."""
+        while self._broken is None:
             try:
-                return self._jobs.put((step, tree, meta), timeout=POLL_SECONDS)
+                return self._jobs.put(job, timeout=POLL_SECONDS)
             except queue.Full:
                 meanwhile()
+        raise self._broken
 
     def finish(self) -> None:
         """Wait for everything submitted. Raises if the newest attempt failed: then the last state is not
         safe.
         """
         if self._thread is not None:
-            self._jobs.put(None)
+            self._hand_over(None)
             self._thread.join()
             self._thread = None
+        if self._broken is not None:
+            raise self._broken
         if self._last_failure is not None:
             raise self._last_failure
 
@@ -91,6 +99,12 @@ class Writer:
         self._closed.set()
 
     def _work(self) -> None:
+        try:
+            self._write_all()
+        except Exception as error:
+            self._broken = error
+
+    def _write_all(self) -> None:
         while (job := self._jobs.get()) is not None:
             step, tree, meta = job
             try:
@@ -119,7 +133,10 @@ class Writer:
             self._give_up(draft, error)
             raise error if isinstance(error, CheckpointError) else CheckpointError(f"{error}.") from error
         self.leader.committed(step, path)
-        checkpoint.retain(self.root, self.leader.keep)
+        try:
+            checkpoint.retain(self.root, self.leader.keep)
+        except OSError as error:
+            self.failed(step, f"An older checkpoint could not be removed: {error}. Remove it by hand.")
 
     def _gather(self, draft: Path, leader: Leader) -> dict[str, Digest]:
         """Wait for the other ranks' pieces; their .json appears, whole, when the piece is on disk."""
