@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -59,6 +60,31 @@ def test_validation_and_logging_do_not_change_the_trajectory(runs, reference):
     assert runs.steps("run") == list(
         range(1, 13)
     )  # every step is on record, however seldom lines are printed
+
+
+def test_a_kill_between_a_checkpoint_and_its_validation_loses_and_doubles_none(runs):
+    """The state such a kill leaves: the checkpoint is there, and the log ends before what follows it."""
+    settings = ["checkpoint.keep=9", "train.eval_every=4"]
+    runs.train("whole", "pipeline.schedule=emulate", *settings)
+
+    def numbers(name):
+        return [(event["step"], event["loss"]) for event in runs.events(name, "validation")]
+
+    assert [step for step, _ in numbers("whole")] == [4, 8, 12]
+    last = {
+        "mid": lambda event: event["step"] <= 8 and (event["event"], event["step"]) != ("validation", 8),
+        "end": lambda event: event["event"] != "finish",
+    }
+    for name, kept in last.items():
+        shutil.copytree(runs.folder / "whole", runs.folder / name)
+        lines = [json.dumps(event) + "\n" for event in runs.events("whole") if kept(event)]
+        (runs.folder / name / "events.jsonl").write_text("".join(lines))
+        if name == "mid":
+            shutil.rmtree(runs.folder / name / "checkpoints" / "step-00000012")
+        runs.train(name, "pipeline.stages=2", *settings)
+        assert numbers(name) == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in numbers("whole")]
+        assert_equal_weights(runs.weights(name), runs.weights("whole"))
+        assert len(runs.events(name, "finish")) == 1
 
 
 def kill_when(runs, name: str, step: int, index: int, delay: float = 0.0) -> threading.Thread:

@@ -13,6 +13,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,9 +68,12 @@ class Recorder:
             tracker.close()
 
 
-def cut_back(folder: Path, step: int) -> None:
-    """Drop what the logs say of later steps than `step`, and a last line that a kill cut off."""
-    _cut_events(folder, step)
+def cut_back(folder: Path, step: int, again: Sequence[str] = ()) -> None:
+    """Drop what the logs say of later steps than `step`, and a last line that a kill cut off.
+
+    Of `step` itself what the kinds in `again` say is dropped too: it is about to be said once more.
+    """
+    _cut_events(folder, step, again)
     for log in folder.glob("logs/rank-*.log"):
         _cut_log(log, step)
 
@@ -84,7 +88,7 @@ def _cut_log(log: Path, step: int) -> None:
         file.truncate()
 
 
-def _cut_events(folder: Path, step: int) -> None:
+def _cut_events(folder: Path, step: int, again: Sequence[str]) -> None:
     """Atomic."""
     path = folder / EVENTS_FILE
     if not path.exists():
@@ -95,7 +99,10 @@ def _cut_events(folder: Path, step: int) -> None:
             event = json.loads(line)
         except ValueError:
             continue
-        if isinstance(event, dict) and event.get("step", 0) <= step and event.get("event") != "finish":
+        if not isinstance(event, dict) or event.get("event") == "finish":
+            continue
+        at = event.get("step", 0)
+        if at < step or (at == step and event.get("event") not in again):
             kept.append(line + "\n")
     draft = path.with_suffix(".draft")
     with draft.open("w", encoding="utf-8") as file:

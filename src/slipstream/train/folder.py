@@ -47,6 +47,9 @@ class Plan:
     data_fingerprint: str
     nonce: str  # names this attempt's drafts
     notes: Sequence[str] = ()
+    validate: bool = (
+        False  # a kill came after the checkpoint of `step` and before its validation was on record
+    )
 
 
 @contextmanager
@@ -105,13 +108,15 @@ def plan(folder: Path, config: Config, data_fingerprint: str) -> Plan:
         return _ended(folder, config, data_fingerprint) or _begin(folder, config, data_fingerprint, notes)
     path, manifest = found
     notes += _check_same_run(folder, config, manifest, data_fingerprint)
-    finished = manifest.step >= config.train.steps and has_event(folder, "finish", manifest.step)
+    step, offset, every = manifest.step, manifest.meta["data_offset"], config.train.eval_every
+    trained = step >= config.train.steps
+    finished = trained and has_event(folder, "finish", step)
     if not finished:
-        cut_back(folder, manifest.step)
-    offset = manifest.meta["data_offset"]
-    return Plan(
-        manifest.step, str(path), finished, False, offset, data_fingerprint, secrets.token_hex(4), notes
-    )
+        cut_back(folder, step, again=("validation", "sample") if trained else ())
+    due = bool(every) and step % every == 0 and not trained
+    missed = due and not has_event(folder, "validation", step)
+    nonce = secrets.token_hex(4)
+    return Plan(step, str(path), finished, False, offset, data_fingerprint, nonce, notes, missed)
 
 
 def write_config(folder: Path, config: Config) -> None:

@@ -129,7 +129,7 @@ def _attempt(
 ) -> Outcome:
     with assemble(config, world, seat, data, plan, board) as parts:
         try:
-            outcome = train(parts, plan.step, plan.data_offset, asked)
+            outcome = train(parts, plan.step, plan.data_offset, asked, validate_first=plan.validate)
             closing.close(parts, outcome)
         except Exception as error:
             closing.record_failure(parts, error)

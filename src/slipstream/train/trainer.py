@@ -67,7 +67,9 @@ class Outcome:
     failed_at: int | None = None  # of a rollback: the step that asked for it
 
 
-def train(parts: Parts, step: int, data_offset: int, asked: threading.Event) -> Outcome:
+def train(
+    parts: Parts, step: int, data_offset: int, asked: threading.Event, *, validate_first: bool = False
+) -> Outcome:
     """Train from `step` to the end, or until a stop is asked for and saved."""
     config, engine, reporter = parts.config, parts.engine, parts.reporter
     total, eval_every = config.train.steps, config.train.eval_every
@@ -75,6 +77,9 @@ def train(parts: Parts, step: int, data_offset: int, asked: threading.Event) -> 
     engine.after_update = saver.after_update
     tracing = Tracing(engine, parts.board, parts.recorder, parts.seat, recorded_from(config))
     reporter.start(step)
+    if validate_first:
+        _validate(parts, step)
+        reporter.start(step)
     with batches.ahead(parts.train_data, parts.place, step + data_offset) as loader:
         while step < total:
             if asked.is_set() or parts.monitor.failed_at is not None:
