@@ -65,6 +65,19 @@ def test_values_that_are_no_finite_number_are_no_points(tmp_path):
     assert Run(tmp_path, events).series("step", "loss") == ([0.0], [1.5])
 
 
+def test_the_clock_of_a_run_stands_still_while_it_is_down(tmp_path):
+    words = (
+        ("start", 0, 100.0),
+        ("step", 1, 103.0),
+        ("step", 2, 104.0),
+        ("start", 2, 9000.0),
+        ("step", 3, 9002.5),
+    )
+    events = tuple({"event": kind, "step": step, "time": time} for kind, step, time in words)
+    run = Run(tmp_path, (*events, {"event": "note"}))
+    assert [run.clock().get(id(event)) for event in run.events] == [0.0, 3.0, 4.0, 4.0, 6.5, None]
+
+
 def test_a_folder_that_is_no_run_names_the_runs_inside_it(make_run):
     folder = make_run("mine")
     with pytest.raises(UserError, match="mine"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import threading
 import time
 
@@ -13,6 +14,8 @@ from rich.console import Console
 from slipstream.errors import UserError
 from slipstream.metrics.events import read_run
 from slipstream.metrics.watch import QUIET_SECONDS, frame, sparkline, watch
+
+from .conftest import step_event
 
 
 def shown(folder, now: float | None = None, width: int = 100) -> str:
@@ -27,6 +30,15 @@ def test_a_frame_shows_progress_curves_and_stages(make_run):
     for word in ("running", "step 100 / 200", "loss", "tokens / s", "stage 2", "90.0% busy", "256 MiB"):
         assert word in text
     assert "1 min 40 s left" in text
+
+
+def test_time_left_and_so_far_leave_out_the_time_a_run_was_down(make_run):
+    later = [step_event(step, random.Random(0), time=2e9 + step) for step in range(101, 111)]
+    folder = make_run(
+        steps=100, finish=False, extra=[{"event": "start", "time": 2e9 + 100, "step": 100}, *later]
+    )
+    text = " ".join(shown(folder, now=2e9 + 110).split())
+    assert "step 110 / 200 1 min 50 s so far, 1 min 30 s left" in text
 
 
 def test_a_silent_job_is_called_silent(make_run):

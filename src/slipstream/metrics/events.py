@@ -70,6 +70,21 @@ class Run:
                 by_step[step] = event
         return [by_step[step] for step in sorted(by_step)]
 
+    def clock(self) -> dict[int, float]:
+        """id(event) -> the seconds the run had been at work by then: what passed between the end of one start's
+        events and the next start does not count. Events without a time are left out."""
+        passed: dict[int, float] = {}
+        before = seconds = began = 0.0
+        for event in self.events:
+            at = number(event.get("time"))
+            if at is None:
+                continue
+            if event["event"] == "start" or not passed:
+                before, began = seconds, at
+            passed[id(event)] = before + at - began
+            seconds = max(seconds, passed[id(event)])
+        return passed
+
     def series(self, kind: str, y: str, x: str = "step") -> tuple[list[float], list[float]]:
         """Two parallel columns of the surviving events of a kind; a row lacking either number is left out."""
         xs, ys = [], []

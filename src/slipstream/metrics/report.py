@@ -85,7 +85,7 @@ def headline(column: Columns) -> list[tuple[str, str, str]]:
     ]
     mfu = _median(steps, "mfu")
     skipped = sum(1 for row in steps if row.get("skipped"))
-    seconds = number(finish.get("seconds")) or number(last.get("seconds"))
+    seconds = max(column.clock.values(), default=None)
     start = column.start
     return [
         ("status", run.status, shape(start) or "no start recorded"),

@@ -35,6 +35,7 @@ class Columns:
         self.steps = run.surviving("step")
         self.validation = run.surviving("validation")
         self.start = run.last("start")
+        self.clock = run.clock()
 
     def curve(
         self, rows: Sequence[Event], key: str, name: str, *, scale: float = 1.0, **style: Any
@@ -63,10 +64,8 @@ class Columns:
         ]
 
     def seconds_at(self, event: Event) -> float | None:
-        """Wall clock of the run when an event was written: by the step row beside it, else by the clock."""
-        began = number(self.run.events[0].get("time")) if self.run.events else None
-        at = number(event.get("time"))
-        return None if began is None or at is None else at - began
+        """Wall clock of the run when an event was written; while it was down it stood still."""
+        return self.clock.get(id(event))
 
 
 def numbers(values: object) -> list[float]:

@@ -64,7 +64,7 @@ def frame(run: Run, total: int | None, width: int, now: float) -> RenderableType
         )
     last = steps[-1]
     quiet = now - (number(last.get("time")) or now)
-    rows: list[RenderableType] = [head, _progress(steps, total, width - 4), Text()]
+    rows: list[RenderableType] = [head, _progress(run, steps, total, width - 4), Text()]
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column(justify="right")
@@ -128,16 +128,16 @@ def _shape(start: Event) -> str:
     return f"{shape(start)}, {rest}"
 
 
-def _progress(steps: list[Event], total: int | None, width: int) -> Text:
-    step = steps[-1]["step"]
-    elapsed = number(steps[-1].get("seconds"))
+def _progress(run: Run, steps: list[Event], total: int | None, width: int) -> Text:
+    step, clock = steps[-1]["step"], run.clock()
+    elapsed = clock.get(id(steps[-1]))
     if not total:
         return Text(f"step {step}, {duration(elapsed)}")
     recent = steps[-50:]
-    times = [number(recent[0].get("time")), number(recent[-1].get("time"))]
+    first, last = (clock.get(id(row)) for row in (recent[0], recent[-1]))
     left = None
-    if times[0] is not None and times[1] is not None and len(recent) > 1:
-        left = (times[1] - times[0]) / (recent[-1]["step"] - recent[0]["step"]) * max(0, total - step)
+    if first is not None and last is not None and len(recent) > 1:
+        left = (last - first) / (recent[-1]["step"] - recent[0]["step"]) * max(0, total - step)
     note = f" step {step} / {total}  {duration(elapsed)} so far, {duration(left)} left"
     room = max(8, width - len(note))
     done = min(room, round(room * step / total))

@@ -8,6 +8,7 @@ import contextlib
 from pathlib import Path
 
 from slipstream.errors import UserError
+from slipstream.metrics.events import read_run
 from slipstream.metrics.progress import Show, duration
 from slipstream.metrics.report import write_report
 from slipstream.train.evaluate import unigram_entropy
@@ -56,8 +57,9 @@ def close(parts: Parts, outcome: Outcome) -> None:
         seconds=round(recorder.seconds, 3),
     )
     if config.train.report:
-        write_report([folder], folder / "report.html")
-    show.note(f"Finished {outcome.step} steps, {tokens:,} tokens, in {duration(recorder.seconds)}.")
+        write_report([folder])
+    worked = max(read_run(folder).clock().values())  # over all starts of the run
+    show.note(f"Finished {outcome.step} steps, {tokens:,} tokens, in {duration(worked)}.")
     show.note(paths(folder))
 
 
