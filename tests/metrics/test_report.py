@@ -104,6 +104,17 @@ def test_thinning_keeps_extremes_mean_and_ends():
     assert list(thinned.y[:KEPT_AS_THEY_ARE]) == values[:KEPT_AS_THEY_ARE]
 
 
+def test_of_many_warnings_the_last_and_the_error_are_shown(make_run):
+    warnings = [{"event": "warning", "step": n, "message": f"skipped {n}."} for n in range(1, 101)]
+    error = {"event": "error", "step": 100, "message": "5 updates in a row were not finite."}
+    folder = make_run(steps=100, finish=False, extra=[*warnings, error])
+    html = report([read_run(folder)])
+    assert "5 updates in a row were not finite." in html
+    assert "61 earlier warnings are in events.jsonl" in html
+    assert "skipped 100." in html
+    assert "skipped 61." not in html
+
+
 def test_short_series_are_left_alone():
     series = Series("s", [1, 2, 3], [1.0, 5.0, 2.0])
     assert thin(series) is series

@@ -21,6 +21,7 @@ from slipstream.metrics.report_page import Chart, Part, Section, Series, Table, 
 from slipstream.metrics.report_timeline import delays, lanes
 
 WHOLE_SAMPLES = 3
+COMPLAINTS = 40  # shown in all, but a few of each run
 
 
 def write_report(
@@ -117,12 +118,17 @@ def _summary(columns: Sequence[Columns]) -> Part:
 
 
 def _complaints(columns: Sequence[Columns]) -> list[Part]:
+    """Of each run the newest of what it warned of, and before them how many there were."""
     parts: list[Part] = []
+    most = max(3, COMPLAINTS // len(columns))
     for column in columns:
-        for event in column.run.events:
-            if event["event"] in ("warning", "error"):
-                text = f"step {event.get('step', '?')}: {event.get('message', '')}"
-                parts.append(Text(column.label(text), tone=event["event"], preformatted=True))
+        told = [event for event in column.run.events if event["event"] in ("warning", "error")]
+        if len(told) > most:
+            text = f"{len(told) - most} earlier warnings are in events.jsonl; the last {most} follow."
+            parts.append(Text(column.label(text), tone="warning"))
+        for event in told[-most:]:
+            text = f"step {event.get('step', '?')}: {event.get('message', '')}"
+            parts.append(Text(column.label(text), tone=event["event"], preformatted=True))
         if column.run.unreadable:
             count = column.run.unreadable
             lines = "1 line" if count == 1 else f"{count} lines"
@@ -130,7 +136,7 @@ def _complaints(columns: Sequence[Columns]) -> list[Part]:
             parts.append(Text(column.label(text), tone="warning"))
         if not column.steps:
             parts.append(Text(column.label("This run has recorded no step yet."), tone="warning"))
-    return parts[:40]
+    return parts
 
 
 def _loss(columns: Sequence[Columns]) -> list[Part]:
