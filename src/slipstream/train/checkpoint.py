@@ -167,7 +167,10 @@ def verify(path: Path) -> Manifest:
 
 
 def newest_good(root: Path, report: Callable[[str], None]) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint that verifies. Bad ones are reported and set aside; none at all gives None."""
+    """The newest checkpoint that verifies. Bad ones are reported and set aside; none at all gives None.
+
+    Where all were bad it is an error, at the next start too: the run would begin again, over its own log.
+    """
     candidates = committed(root)
     for path in candidates:
         try:
@@ -175,11 +178,11 @@ def newest_good(root: Path, report: Callable[[str], None]) -> tuple[Path, Manife
         except CheckpointError as error:
             aside = _set_aside(path)
             report(f"{error} It was set aside as '{aside.name}'; looking for an older checkpoint.")
-    if candidates:
-        names = ", ".join(path.name for path in candidates)
+    damaged = sorted(path.name for path in root.glob("damaged-step-*"))
+    if damaged:
         raise CheckpointError(
-            f"No checkpoint in '{root}' is usable (tried {names}; set aside as damaged-*). Start in another "
-            "run.dir, or put a good copy back."
+            f"No checkpoint in '{root}' is usable (set aside: {', '.join(damaged)}). Start in another run.dir, put a "
+            "good copy back, or delete what was set aside to begin again."
         )
     return None
 
