@@ -52,6 +52,15 @@ def test_the_log_is_cut_back_to_a_checkpoint(tmp_path):
     assert not has_event(tmp_path, "step", 4)
 
 
+def test_bytes_and_steps_that_are_none_do_not_stop_a_resume(tmp_path):
+    good = b'{"event": "step", "step": 1, "time": 1}\n'
+    odd = b'\xff\xfe\n{"event": "step", "step": null}\n{"event": "step", "step": "x"}\n[1]\n'
+    (tmp_path / "events.jsonl").write_bytes(good + odd)
+    assert has_event(tmp_path, "step", 1)
+    cut_back(tmp_path, 5)
+    assert (tmp_path / "events.jsonl").read_bytes() == good
+
+
 def test_waiting_for_a_step_to_be_on_record(tmp_path):
     recorder = Recorder(tmp_path)
     assert not recorder.wait_for(1, timeout=0.01)

@@ -202,6 +202,15 @@ def test_the_same_data_elsewhere_is_the_same_data(runs, tmp_path):
     assert runs.steps("run") == list(range(1, 13))
 
 
+def test_a_run_may_lie_in_the_folder_of_its_data(runs, data):
+    shutil.copytree(data, runs.folder / "run")
+    (runs.folder / "run" / "tokenizer.json").write_text("{}")
+    outcome = runs.train(
+        "run", "pipeline.schedule=emulate", f"data.path={runs.folder / 'run'}", "train.sample_tokens=0"
+    )
+    assert outcome["reason"] == "finished"
+
+
 def test_tensorboard_forgets_what_a_resumed_run_tells_again(runs, monkeypatch):
     made = []
 

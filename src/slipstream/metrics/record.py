@@ -102,6 +102,8 @@ def _cut_events(folder: Path, step: int, again: Sequence[str]) -> None:
         if not isinstance(event, dict) or event.get("event") == "finish":
             continue
         at = event.get("step", 0)
+        if not isinstance(at, int):
+            continue
         if at < step or (at == step and event.get("event") not in again):
             kept.append(line + "\n")
     draft = path.with_suffix(".draft")
@@ -130,7 +132,8 @@ def has_event(folder: Path, event: str, step: int) -> bool:
     if not path.exists():
         return False
     start = f'{{"event": "{event}", "step": {step},'
-    return any(line.startswith(start) for line in path.read_text(encoding="utf-8").splitlines())
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return any(line.startswith(start) for line in lines)
 
 
 def _finite(value: Any) -> Any:
