@@ -26,6 +26,8 @@ def test_wsd_is_flat_then_linear():
     assert rate(99) == 0.0
     assert schedule("wsd", 1.0, 100)(79) == 1.0
     assert schedule("wsd", 1.0, 100)(80) == pytest.approx(0.95)
+    late = schedule("wsd", 1.0, 100, 90)  # a warm-up into the decline: no jump where they meet
+    assert [late(g) for g in (89, 90, 99)] == pytest.approx([1.0, 0.9, 0.0])
 
 
 def test_constant():

@@ -5,7 +5,7 @@ stage applies the same rate to update g whenever it runs it, and a resumed run c
 
     warm-up   peak (g + 1) / warmup                        for g < warmup
     cosine    floor + (peak - floor) (1 + cos(pi t)) / 2   t from 0 at the end of warm-up to 1 at the end
-    wsd       peak until `decay` updates before the end, then linearly to the floor
+    wsd       peak until `decay` updates before the end (a longer warm-up shortens them), then linearly to the floor
     constant  peak
 
 The argument `floor` is a fraction of the peak. The last update, g = total - 1, runs at the floor.
@@ -35,7 +35,9 @@ def schedule(
     decline = {
         "constant": lambda g: 0.0,
         "cosine": lambda g: (1 - math.cos(math.pi * _progress(g, warmup, total))) / 2,
-        "wsd": lambda g: _progress(g, total - (max(1, total // 5) if decay is None else decay), total),
+        "wsd": lambda g: _progress(
+            g, max(warmup, total - (max(1, total // 5) if decay is None else decay)), total
+        ),
     }[name]
 
     def multiplier(group: int) -> float:
