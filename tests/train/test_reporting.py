@@ -6,11 +6,15 @@ import io
 import json
 
 import pytest
+import torch
 from rich.console import Console
 
+from slipstream.config import load
 from slipstream.metrics.progress import Show, duration
 from slipstream.metrics.record import Recorder, cut_back, has_event
 from slipstream.metrics.throughput import Meter, peak_flops
+from slipstream.train import assemble
+from slipstream.train.reporter import Seat
 
 
 def test_speed_is_tokens_over_time_and_does_not_depend_on_bursts():
@@ -25,7 +29,36 @@ def test_speed_is_tokens_over_time_and_does_not_depend_on_bursts():
     assert meter.busy == pytest.approx((1.0, 0.4))
     meter.start(20, 99.0)  # after a validation
     meter.step(21, 99.25)
+    meter.step(22, 99.5)
     assert meter.tokens_per_second == pytest.approx(4000)
+
+
+def test_the_step_that_fills_the_pipeline_is_not_taken_for_its_speed():
+    """Stage 0 hands in a group when a third of its work is done; the others then come one period apart."""
+    meter = Meter(total_steps=100, tokens_per_step=1000, flops_per_token=2e6)
+    shown = []
+    for start in (0, 10):
+        meter.start(start, 100.0 * start)
+        for step in range(start + 1, start + 11):
+            meter.step(step, 100.0 * start + step - start - 0.7)
+            shown.append(meter.tokens_per_second)
+    assert shown[1:] == pytest.approx([1000.0] * 19)  # of the very first step nothing better is known
+    for step in range(20, 30):  # nor where every step is followed by a validation
+        meter.start(step, 10_000.0 + 3 * step)
+        meter.step(step + 1, 10_002.0 + 3 * step)
+    assert meter.tokens_per_second == pytest.approx(500.0)
+
+
+def test_the_gpus_of_all_nodes_are_counted(monkeypatch):
+    monkeypatch.setattr(assemble.build, "device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    for ranks, here, gpus, counted in ((16, 8, 8, 16), (8, 8, 8, 8), (4, 4, 1, 1), (2, None, 8, 2)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        if here is None:
+            monkeypatch.delenv("LOCAL_WORLD_SIZE")
+        else:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+        assert assemble._peak(load(), Seat(0, ranks, 1, True)) == counted * 989e12
 
 
 def test_known_peaks():

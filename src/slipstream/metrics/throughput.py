@@ -36,7 +36,9 @@ Clock = tuple[float, float]  # a time, and the seconds a stage had computed by t
 class Meter:
     """Speed over the last `window` marks, so that a pause (a validation, a restart) fades.
 
-    Times are those at which steps were handed in, given by the caller: steps are reported late and in bursts.
+    Times are those at which steps were handed in, given by the caller: steps are reported late and in bursts. The first
+    step handed in to an empty pipeline is not done then, so what is measured begins with it; until there is a second
+    one the speed from before holds.
     """
 
     total_steps: int
@@ -44,14 +46,17 @@ class Meter:
     flops_per_token: float
     peak_flops: float | None = None  # of all devices together
     window: int = 20
+    _began: tuple[int, float] = (0, 0.0)
+    _before: float = 0.0  # tokens per second up to the last start, where it was measured
     _steps: deque[tuple[int, float]] = field(default_factory=deque)
     _busy: deque[Sequence[Clock]] = field(default_factory=deque)
 
     def start(self, step: int, time: float, stages: Sequence[Clock] = ()) -> None:
         """Begin (again) after `step`: what came before does not count."""
+        self._before = self.tokens_per_second if len(self._steps) > 1 else 0.0
         self._steps.clear()
         self._busy.clear()
-        self._steps.append((step, time))
+        self._began = (step, time)
         self._busy.append(stages)
 
     def step(self, step: int, time: float) -> None:
@@ -68,8 +73,12 @@ class Meter:
 
     @property
     def tokens_per_second(self) -> float:
+        if not self._steps or (len(self._steps) == 1 and self._before):
+            return self._before
         (first, began), (last, now) = self._steps[0], self._steps[-1]
-        return (last - first) * self.tokens_per_step / max(now - began, 1e-9) if last > first else 0.0
+        if len(self._steps) == 1:
+            first, began = self._began
+        return (last - first) * self.tokens_per_step / max(now - began, 1e-9)
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -83,5 +92,6 @@ class Meter:
 
     @property
     def eta_seconds(self) -> float:
-        left = (self.total_steps - self._steps[-1][0]) * self.tokens_per_step
+        done = self._steps[-1][0] if self._steps else self._began[0]
+        left = (self.total_steps - done) * self.tokens_per_step
         return left / self.tokens_per_second if self.tokens_per_second else 0.0

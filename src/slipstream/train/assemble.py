@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -244,5 +245,9 @@ def _peak(config: Config, seat: Seat) -> float | None:
     if build.device(config).type != "cuda":
         return None
     peak = peak_flops(torch.cuda.get_device_name())
-    devices = min(seat.stages * seat.data_ranks, torch.cuda.device_count())
+    ranks = seat.stages * seat.data_ranks
+    nodes = ranks // int(
+        os.environ.get("LOCAL_WORLD_SIZE", ranks)
+    )  # torchrun says how many ranks are on this one
+    devices = min(ranks, torch.cuda.device_count() * nodes)
     return None if peak is None else peak * devices
