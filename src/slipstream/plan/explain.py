@@ -141,7 +141,7 @@ def break_even_batch(asynchronous: Layout, synchronous: Layout, batch_tokens: fl
 def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
     """The settings that run `layout`; None where `slipstream train` cannot."""
     shape, job = layout.shape, plan.job
-    if not runs(shape):
+    if not runs(job, shape):
         return None
     half = (
         "bfloat16" if shape.asynchronous else "bfloat16_autocast"

@@ -110,12 +110,14 @@ RUNNABLE = {  # planner's name -> pipeline.schedule
 }  # fmt: skip
 
 
-def runs(shape: Shape) -> bool:
+def runs(job: Job, shape: Shape) -> bool:
     """Whether `slipstream train` does this: it shards the optimizer under 2BW only, takes whole rounds of P
-    microbatches where a rank holds two chunks, and gives the stages of one pipeline neighbouring ranks.
+    microbatches where a rank holds two chunks, gives the stages of one pipeline neighbouring ranks, and trains no
+    experts under zbv.
     """
     return (
         shape.schedule in RUNNABLE
+        and not (shape.schedule == "zbv" and job.config.experts)
         and (shape.asynchronous or not shape.shard_optimizer)
         and (shape.chunks == 1 or shape.microbatches % shape.stages == 0)
         and shape.pipeline_inside

@@ -54,13 +54,13 @@ def _search(job: Job) -> Plan | None:
     layouts = []
     for name in dict.fromkeys(entry[1].schedule for entry in fitting):
         mine = [entry for entry in fitting if entry[1].schedule == name]
-        for _, shape, cut, memory, times in _distinct(mine):
+        for _, shape, cut, memory, times in _distinct(job, mine):
             layouts.append(_layout(job, shape, cut, memory, times, penalty))
     layouts.sort(key=lambda layout: -layout.score)
     return Plan(job, tuple(layouts), penalty, considered, len(fitting))
 
 
-def _distinct(entries: Sequence[tuple]) -> list[tuple]:
+def _distinct(job: Job, entries: Sequence[tuple]) -> list[tuple]:
     """The best few, no two of the same P and microbatch: variants of one layout would crowd out the rest.
 
     The best that `slipstream train` runs is among them.
@@ -69,7 +69,7 @@ def _distinct(entries: Sequence[tuple]) -> list[tuple]:
     for entry in entries:
         kept.setdefault((entry[1].stages, entry[1].microbatch_size), entry)
     best = list(kept.values())[:SIMULATED_PER_SCHEDULE]
-    runnable = next((entry for entry in entries if runs(entry[1])), None)
+    runnable = next((entry for entry in entries if runs(job, entry[1])), None)
     return best if runnable is None or runnable in best else [*best, runnable]
 
 
