@@ -248,6 +248,18 @@ def test_roles_of_foreign_names(name, matrix):
     assert bool(split_parameters(root)[0]) is matrix
 
 
+@pytest.mark.parametrize("order", [("tok", "decoder"), ("decoder", "tok")])
+def test_a_tied_embedding_of_any_name_is_no_hidden_matrix(order):
+    """It has the name of the first of its modules, and the last of them may be a plain Linear."""
+    module = nn.Module()
+    for name in order:
+        module.add_module(name, nn.Embedding(8, 4) if name == "tok" else nn.Linear(4, 8, bias=False))
+    module.decoder.weight = module.tok.weight
+    matrices, rest = split_parameters(module)
+    assert not matrices
+    assert [id(p) for p in rest] == [id(module.tok.weight)]
+
+
 def test_frozen_parameters_are_left_out():
     module = Toy()
     module.head.weight.requires_grad_(False)

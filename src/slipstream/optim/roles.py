@@ -3,6 +3,7 @@
 A parameter is a hidden matrix if it has two dimensions, or three (experts stacked as [E, out, in]), and is
 not part of an embedding or of the head. That is read off, in this order: the marker
 `parameter.slipstream_role` ("matrix", "embedding", "head" or "vector"), the module that holds it, its name.
+A tied parameter has several modules and names: one that is an embedding's or a head's is enough.
 
 Invariant: never its position, which depends on how the model was cut into stages.
 """
@@ -18,14 +19,15 @@ _HEAD_NAMES = ("head", "lm_head", "output")
 
 def split_parameters(module: nn.Module) -> tuple[list[Parameter], list[Parameter]]:
     """The trainable parameters of a stage: hidden matrices, and the rest, each in the module's order."""
-    owners = {
-        id(parameter): child for child in module.modules() for parameter in child.parameters(recurse=False)
-    }
+    names: dict[Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
     matrices: list[Parameter] = []
     rest: list[Parameter] = []
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            (matrices if is_matrix(name, parameter, owners[id(parameter)]) else rest).append(parameter)
+    for parameter, own in names.items():
+        found = (is_matrix(name, parameter, module.get_submodule(name.rpartition(".")[0])) for name in own)
+        (matrices if all(found) else rest).append(parameter)
     return matrices, rest
 
 
