@@ -286,3 +286,25 @@ def test_refusals():
         build("muon", Toy(), lr=-1.0)
     with pytest.raises(UserError, match="'matrices'"):
         build("muon", Toy(), decay="some")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("muon", {"lr": float("nan")}),
+        ("muon", {"lr": "fast"}),
+        ("muon", {"steps": 2.5}),
+        ("muon", {"adamw_betas": (1.5, 0.9)}),
+        ("mars", {"adamw_betas": (0.9,)}),
+        ("scion", {"adamw_lr": -1.0}),
+        ("soap", {"adamw_eps": -1.0}),
+        ("normuon", {"row_beta": 1.0}),
+        ("adamw", {"betas": (1.5, 0.9)}),
+        ("adamw", {"betas": 0.9}),
+        ("lion", {"betas": (1.5, 0.9)}),
+        ("sgd", {"nesterov": True, "momentum": 0.0}),
+    ],
+)
+def test_a_value_out_of_range_is_refused_in_words(name, options):
+    with pytest.raises(UserError, match=f"(?i)^{name} (needs|cannot be made with)"):
+        build(name, Toy(), **options)

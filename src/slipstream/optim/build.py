@@ -147,8 +147,15 @@ def build(name: str, module: nn.Module, **options: Any) -> Optimizer:
         for key, value in options.items()
         if value is not None
     }
-    _check(name, recipe, given, decay)
-    settings = {**recipe.defaults, **given}
+    try:
+        _check(name, recipe, given, decay)
+        return _made(name, recipe, module, {**recipe.defaults, **given}, decay)
+    except (TypeError, ValueError) as error:  # how torch and the library refuse a value
+        shown = ", ".join(f"{key}={value}" for key, value in given.items()) or "no options"
+        raise UserError(f"{name} cannot be made with {shown}: {error}.") from error
+
+
+def _made(name: str, recipe: Recipe, module: nn.Module, settings: dict[str, Any], decay: str) -> Optimizer:
     matrices, rest = split_parameters(module)
     if not recipe.on_shards and any(isinstance(parameter, DTensor) for parameter in matrices):
         raise UserError(
@@ -195,5 +202,10 @@ def _check(name: str, recipe: Recipe, given: Mapping[str, Any], decay: str) -> N
         raise UserError(
             f"decay={decay!r}: set it to 'matrices' (weight decay on hidden matrices only) or 'all'."
         )
-    if given.get("lr", 1.0) < 0 or given.get("weight_decay", 0.0) < 0:
-        raise UserError(f"{name} needs lr >= 0 and weight_decay >= 0, got {dict(given)}.")
+    for option in ("lr", "weight_decay", "adamw_lr", "adamw_eps"):
+        if not given.get(option, 0.0) >= 0:
+            raise UserError(f"{name} needs {option} >= 0, not {given[option]}.")
+    # Of a group's own rates torch takes any; it looks at an optimizer's defaults only.
+    rates = (*given.get("adamw_betas", (0.0, 0.0)), given.get("row_beta", 0.0))
+    if len(rates) != 3 or not all(0 <= rate < 1 for rate in rates):
+        raise UserError(f"{name} needs two adamw_betas and row_beta in [0, 1), not {dict(given)}.")

@@ -58,9 +58,9 @@ class Muon(Optimizer):
     ) -> None:
         if scale not in SCALES:
             raise UserError(f"Muon has no scale {scale!r}. Set scale to {', '.join(SCALES)}.")
-        if not 0 <= momentum < 1 or lookahead < 0 or steps < 1:
+        if not 0 <= momentum < 1 or lookahead < 0 or steps < 1 or steps != int(steps):
             raise UserError(
-                f"Muon needs 0 <= momentum < 1, lookahead >= 0 and steps >= 1, not {momentum=}, "
+                f"Muon needs 0 <= momentum < 1, lookahead >= 0 and whole steps >= 1, not {momentum=}, "
                 f"{lookahead=}, {steps=}."
             )
         defaults = {
@@ -69,7 +69,7 @@ class Muon(Optimizer):
                 "lookahead": lookahead,
                 "scale": scale,
                 "row_beta": row_beta,
-                "steps": steps,
+                "steps": int(steps),
             },
             # One pass over memory; the key also makes load_state_dict move `step` to the parameters' device.
             "adamw": {"betas": (0.9, 0.95), "eps": 1e-8, "fused": True},
