@@ -211,6 +211,19 @@ def test_momentum_prediction_looks_one_step_ahead(name):
         assert 0.8 < float(ahead.norm() / step.norm()) < 1.25, tuple(p.shape)
 
 
+def test_momentum_prediction_takes_the_steps_of_muons_own_iteration():
+    weight = torch.nn.Parameter(torch.randn(16, 8, generator=torch.Generator().manual_seed(0)))
+    module = torch.nn.ParameterDict({"weight": weight})
+    optimizer = build("muon", module, steps=1, momentum=0.0, weight_decay=0.0)
+    weight.grad = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    before, banks = weight.detach().clone(), [torch.empty_like(weight)]
+    optimizer.step()
+    taken = weight.detach() - before  # without momentum the next step repeats it
+    new = [weight.detach().clone()]
+    build_correction("momentum_prediction").publish(banks, new, None, optimizer, [weight], 1)
+    assert torch.allclose(banks[0] - new[0], taken, atol=1e-6)
+
+
 def test_banks_of_another_dtype():
     correction = build_correction("error_feedback")
     old, new = [torch.zeros(5)], [torch.full((5,), 0.25)]

@@ -18,7 +18,7 @@ every rank; the result for a matrix depends on that matrix alone (`newton_schulz
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -203,22 +203,34 @@ class Muon(Optimizer):
         pairs = list(groups_and_states(self, params))
         ahead = {i: adam_velocity(*pair) for i, pair in enumerate(pairs) if pair[0]["algorithm"] == "adamw"}
         matrices = [i for i in range(len(pairs)) if i not in ahead]
+        for steps in sorted({pairs[i][0]["steps"] for i in matrices}):
+            own = [i for i in matrices if pairs[i][0]["steps"] == steps]
+            ahead |= self._matrices_ahead(own, params, pairs, steps)
+        return [ahead[i] if i in ahead else torch.zeros_like(local(p)) for i, p in enumerate(params)]
 
+    def _matrices_ahead(
+        self,
+        own: list[int],
+        params: Sequence[Parameter],
+        pairs: Sequence[tuple[dict[str, Any], Mapping[str, Any]]],
+        steps: int,
+    ) -> dict[int, Tensor]:
         def fill(batch: list[int], outs: list[Tensor]) -> None:
-            copy_(outs, [local(pairs[matrices[k]][1]["momentum_buffer"]) for k in batch])
+            copy_(outs, [local(pairs[own[k]][1]["momentum_buffer"]) for k in batch])
 
-        chosen = [params[i] for i in matrices]
-        for item in orthogonal(chosen, fill, STEPS, lay_out(chosen, self._groups)):
+        ahead = {}
+        chosen = [params[i] for i in own]
+        for item in orthogonal(chosen, fill, steps, lay_out(chosen, self._groups)):
             if not isinstance(item, Batch):
                 item.wait()
                 continue
             for k, direction in zip(*item, strict=True):
-                group, state = pairs[matrices[k]]
-                parameter = params[matrices[k]]
+                group, state = pairs[own[k]]
+                parameter = params[own[k]]
                 if group["row_beta"] is not None:
                     direction = _by_rows(direction, state["row_second_moment"])
-                ahead[matrices[k]] = direction.to(parameter.dtype) * -_rate(group, parameter)
-        return [ahead[i] if i in ahead else torch.zeros_like(local(p)) for i, p in enumerate(params)]
+                ahead[own[k]] = direction.to(parameter.dtype) * -_rate(group, parameter)
+        return ahead
 
 
 def _by_rows(direction: Tensor, second_moment: Tensor, beta: float | None = None) -> Tensor:
