@@ -83,8 +83,32 @@ def test_too_few_validations_are_a_clear_error(tmp_path):
         compare({"2bw": run(tmp_path, "2bw", 1.0, [4.0])}, None)
 
 
-def test_two_schedules_race_for_real(tmp_path):
-    result = race([*TOY, "train.steps=6"], ["2bw", "1f1b"], tmp_path)
+def test_a_target_met_before_the_clock_started_has_no_speed_up(tmp_path):
+    runs = {}
+    for name, losses in (("2bw", [3.0, 3.5]), ("1f1b", [4.0, 3.0])):
+        first, *found = events(1.0, losses)
+        runs[name] = Run(tmp_path / name, (first, *found[1:]))  # the first step recorded is validated at once
+    result = compare(runs, None)
+    assert [lap["seconds_to_target"] for lap in result["laps"]] == [0.0, 1.0]
+    assert "best_sync" not in result
+
+
+def test_what_is_no_target_and_no_folder_is_refused(tmp_path):
+    for target in (float("nan"), 0.0):
+        with pytest.raises(UserError, match="--target"):
+            race([], ["2bw", "1f1b"], tmp_path, target)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        race([], ["2bw", "1f1b"], tmp_path / "file" / "race")
+
+
+def test_two_schedules_race_for_real(tmp_path, capfd):
+    arguments = [*TOY, "train.steps=6", "--schedules", "2bw,1f1b,2bw", "--out", str(tmp_path), "--json"]
+    with pytest.raises(SystemExit) as ended:
+        _dispatch(["bench", "race", *arguments])
+    assert ended.value.code == 0
+    result = json.loads(capfd.readouterr().out)
+    assert result["complete"]
     assert [lap["schedule"] for lap in result["laps"]] == ["2bw", "1f1b"]
     assert json.loads((tmp_path / "race.json").read_text())["target_loss"] == result["target_loss"]
     assert "Validation loss by wall clock" in (tmp_path / "race.html").read_text()

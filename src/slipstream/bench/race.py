@@ -13,11 +13,12 @@ is interrupted goes on where it was when the same command is given again.
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +29,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from slipstream.bench.outputs import make_room
 from slipstream.errors import UserError
 from slipstream.metrics.events import EVENTS_FILE, Run, number, read_run
 from slipstream.metrics.report import write_report
@@ -72,7 +74,9 @@ def race(
     """Run what is missing, compare, and write race.json and race.html into `out`."""
     if len(set(schedules)) < 2:
         raise UserError("A race needs two schedules or more. Set --schedules to a list such as 2bw,1f1b.")
-    out.mkdir(parents=True, exist_ok=True)
+    if target is not None and not 0 < target < math.inf:
+        raise UserError(f"--target {target:g} is no loss to reach. Set it above 0, or leave it out.")
+    make_room(out / "race.json")
     for schedule in schedules:
         progress(f"training with {schedule}")
         _train(arguments, schedule, out, lambda: write(schedules, out, target))
@@ -112,7 +116,8 @@ def _train(arguments: Sequence[str], schedule: str, out: Path, refresh: Callable
     command = [sys.executable, "-m", "slipstream", "train", *arguments_of(arguments, schedule, out)]
     again = "Give the same command again to go on: what has been trained is kept."
     with _terminated_as_interrupted():
-        child = subprocess.Popen(command)
+        # Its lines are notes: stdout is for the result, with --json for nothing else.
+        child = subprocess.Popen(command, stdout=2)
         try:
             while child.poll() is None:
                 try:
@@ -121,10 +126,12 @@ def _train(arguments: Sequence[str], schedule: str, out: Path, refresh: Callable
                     refresh()
         except KeyboardInterrupt:
             child.terminate()  # it saves and leaves; a second request within a second is the same one
-            child.wait(STOP_SECONDS)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(STOP_SECONDS)
         finally:
             if child.poll() is None:
                 child.kill()
+                child.wait()
     refresh()
     if child.returncode:
         raise UserError(
@@ -163,6 +170,8 @@ def compare(runs: dict[str, Run], target: float | None) -> dict[str, Any]:
     others = {schedule: at for schedule, at in reached.items() if at is not None and schedule != OURS}
     if (ours := reached.get(OURS)) is not None and others:
         best = min(others, key=lambda schedule: others[schedule].seconds)
+        if min(ours.seconds, others[best].seconds) <= 0:  # there before the clock started: no time to compare
+            return result
         result |= {
             "best_sync": best,
             "speedup_in_tokens_per_second": laps[OURS].tokens_per_second / laps[best].tokens_per_second,

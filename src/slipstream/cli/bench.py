@@ -177,7 +177,7 @@ def race(
     from slipstream.cli.train import parse
     from slipstream.config import resolve
 
-    names = [name.strip() for name in schedules.split(",") if name.strip()]
+    names = list(dict.fromkeys(name.strip() for name in schedules.split(",") if name.strip()))
     for name in names:  # a mistake of the last contender is said before the first one trains
         resolve(parse(racing.arguments_of(arguments or [], name, out)))
     result = racing.race(arguments or [], names, out, target)
