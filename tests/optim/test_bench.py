@@ -57,3 +57,14 @@ def test_json_is_all_there_is_on_stdout(capsys, monkeypatch):
     assert "error feedback" in capsys.readouterr().out
     with pytest.raises(UserError, match="'tinny'"):
         bench.run(preset="tinny")
+
+
+def test_mistakes_say_what_to_change(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for arguments, words in (
+        ({"rounds": 0}, "1 round or more"),
+        ({"device": "tpu"}, "choose cpu or cuda"),
+        ({"device": "cuda"}, "Set --device cpu"),
+    ):
+        with pytest.raises(UserError, match=words):
+            bench.run(**arguments)

@@ -48,6 +48,12 @@ def run(
     preset = preset or ("smollm2-360m" if device.startswith("cuda") else "cpu-default")
     if preset not in PRESETS:
         raise UserError(f"There is no model preset {preset!r}. Presets: {', '.join(PRESETS)}.")
+    if device.split(":")[0] not in ("cpu", "cuda"):
+        raise UserError(f"--device {device}: choose cpu or cuda.")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"--device is {device}, and torch sees no GPU. Set --device cpu.")
+    if rounds < 1:
+        raise UserError(f"--rounds {rounds}: a median needs 1 round or more.")
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
         "torch": torch.__version__,
