@@ -88,11 +88,21 @@ def test_the_command_measures_the_head_and_writes_each_result(tmp_path) -> None:
         ("--device tpu", "choose cpu or cuda"),
         ("--device cuda --partitions 4 --stages 2", "Drop one"),
         ("--compile", "Add --work language"),
+        ("--work language --rows 0", "at least 1"),
+        ("--work language --sequence 0", "at least 1"),
+        ("--work language --model smollm2-136m", "Did you mean"),
+        ("--work language --model cpu-default --stages 60", "or fewer"),
+        ("--link-latency-ms nan", "must not be negative"),
+        ("--link-latency-ms inf", "nor endless"),
+        ("--device cuda", "sees no GPU"),
+        ("--device cuda --probe", "sees no GPU"),
+        ("--device cuda --probe --partitions 0", "1 or more"),
     ],
 )
 def test_what_cannot_take_effect_is_refused(
-    options: str, words: str, capsys: pytest.CaptureFixture[str]
+    options: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as ended:
         main(["bench", *options.split()])
     assert ended.value.code == 2

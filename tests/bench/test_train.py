@@ -146,6 +146,9 @@ def test_the_table_tells_speeds_ratios_and_errors(capsys):
         ("--rival-rows 7", "must divide"),
         ("--device tpu", "cuda or cpu"),
         ("--model moe-94m", "dense"),
+        ("--contenders ours,ours", "name each of them once"),
+        ("--sequence 0", "data.sequence = 0"),
+        ("train.stepz=3", "train.steps"),
     ],
 )
 def test_mistakes_end_with_2_and_say_what_to_change(capsys, arguments, words):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from slipstream.bench.balance import measure_head_layers
@@ -49,6 +50,8 @@ class Request:
     def works(self) -> list[Work]:
         shape: dict[str, Any] = {}
         if self.kind == "language":
+            if self.rows < 1 or self.sequence < 1:
+                raise UserError(f"--rows {self.rows} and --sequence {self.sequence} must be at least 1.")
             shape = {"batch": self.rows, "tokens": self.sequence, "preset": self.preset}
         elif self.compile:
             raise UserError("--compile compiles a model's layers. Add --work language.")
@@ -64,6 +67,8 @@ class Request:
             compile=self.compile,
             **shape,
         )
+        if self.kind == "language":
+            setting.layers(range(self.stages))  # refuses a model that is not there, or has too few layers
         return [replace(setting, microbatches=count) for count in self.microbatches]
 
 
@@ -75,6 +80,8 @@ def run(request: Request, *, plot: Path | None, out: Path | None, as_json: bool)
     make_room(plot)
     make_room(out)
     on_gpu = request.device == "cuda"
+    if on_gpu:
+        _check_gpu()
     notes, console = Console(stderr=True, highlight=False), Console(highlight=False)
     cores = os.cpu_count() or 1
     if request.kind == "compute" and not on_gpu and request.stages > cores:
@@ -107,6 +114,10 @@ def run(request: Request, *, plot: Path | None, out: Path | None, as_json: bool)
 
 
 def run_probe(partitions: int, as_json: bool, out: Path | None) -> None:
+    if partitions < 1:
+        raise UserError(f"A GPU cannot be cut into {partitions} partitions. Set --partitions to 1 or more.")
+    _check_gpu()
+    make_room(out)
     found = probe(partitions)
     if out is not None:
         out.write_text(json.dumps(found, indent=2) + "\n")
@@ -114,6 +125,11 @@ def run_probe(partitions: int, as_json: bool, out: Path | None) -> None:
         print(json.dumps(found, indent=2))
     else:
         print_probe(Console(highlight=False), found)
+
+
+def _check_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise UserError("--device is cuda, and torch sees no GPU. Set --device cpu.")
 
 
 @contextlib.contextmanager

@@ -30,6 +30,8 @@ def model_of(name: str) -> ModelConfig:
 def cut(layers: int, owners: Sequence[int], head_layers: float) -> list[range]:
     """The layers of each part. `owners`: the rank of each part in the order of the model, one or two a rank."""
     stages = max(owners) + 1
+    if layers < stages:
+        raise UserError(f"{layers} layers cannot fill {stages} stages. Set --stages to {layers} or fewer.")
     with_head = min(range(1, layers - stages + 2), key=lambda n: _costliest(n, layers, stages, head_layers))
     rest, longer = divmod(layers - with_head, stages - 1)
     others = [rank for rank in range(stages) if rank != owners[-1]]

@@ -130,6 +130,11 @@ def check(setting: Setting, contenders: Sequence[str]) -> None:
             f"--rival-rows is {setting.rival_rows}; it must divide the {setting.rows * setting.microbatches} "
             "sequences of an update."
         )
+    if len(set(contenders)) < len(contenders):
+        raise UserError(f"--contenders {','.join(contenders)}: name each of them once.")
+    from slipstream.bench.train_ours import config_of
+
+    config_of(setting, Path("data"), Path("run"), delayed=True)  # refuses what no contender could run with
     if PRESETS[setting.model].experts and any(name.startswith("hf_") for name in contenders):
         raise UserError("The transformers contenders are dense. Set --contenders ours,ours_sync.")
 

@@ -10,6 +10,7 @@ that cuts a stage in two does the same total work.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,8 +67,10 @@ class Work:
                 f"{self.microbatches} microbatches cannot fill {self.stages} stages. "
                 f"Set --microbatches to {self.stages} or more."
             )
-        if self.link_latency_seconds < 0:
-            raise UserError(f"--link-latency-ms {self.link_latency_seconds * 1e3:g} must not be negative.")
+        if not 0 <= self.link_latency_seconds < math.inf:
+            raise UserError(
+                f"--link-latency-ms {self.link_latency_seconds * 1e3:g} must not be negative, nor endless."
+            )
         warm_up_2bw(self.stages, self.microbatches, self.in_flight)  # refuses what our schedule cannot keep
         build_correction(self.correction)
 

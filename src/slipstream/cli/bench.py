@@ -68,13 +68,13 @@ def pipeline(
     if partitions is not None and stages not in (None, partitions):
         raise UserError(f"--stages {stages} on --partitions {partitions}: a stage has a partition. Drop one.")
     if probe:
-        run_probe(partitions or 4, as_json, out)
+        run_probe(4 if partitions is None else partitions, as_json, out)
         return
     count = (partitions or 2) if stages is None else stages
     run(
         Request(
             stages=count,
-            microbatches=_counts(microbatches) if microbatches else [count, 2 * count, 4 * count],
+            microbatches=[count, 2 * count, 4 * count] if microbatches is None else _counts(microbatches),
             kind=work or ("language" if device == "cuda" else "compute"),
             device=device,
             partitions=partitions,
@@ -153,7 +153,8 @@ def train(
     console = Console(stderr=True, highlight=False)
     with console.status("starting") as status:
         say = status.update if console.is_terminal else lambda text: console.print(text, markup=False)
-        result = run(setting, [name for name in contenders.split(",") if name], timeout, say, out)
+        names = [name.strip() for name in contenders.split(",") if name.strip()]
+        result = run(setting, names, timeout, say, out)
     print(json.dumps(result)) if as_json else print_table(Console(highlight=False), result)
 
 
