@@ -7,7 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UserError
-from slipstream.optim import CORRECTIONS, RECIPES, build, build_correction, schedule, synchronous_groups
+from slipstream.optim import (
+    CORRECTIONS,
+    RECIPES,
+    Publication,
+    build,
+    build_correction,
+    schedule,
+    synchronous_groups,
+)
 from slipstream.pipeline.emulator import Emulator
 
 WIDTH, ROWS = 10, 12
@@ -199,7 +207,7 @@ def test_momentum_prediction_looks_one_step_ahead(name):
         optimizer.step()
     new = [p.detach().clone() for p in params]
     banks = [torch.empty_like(w) for w in new]
-    build_correction("momentum_prediction").publish(banks, new, None, optimizer, params, 1)
+    build_correction("momentum_prediction").publish(Publication(banks, new, None, optimizer, params, 1))
     for p in params:
         state = optimizer.state[p]
         momentum = state["exp_avg"] if "exp_avg" in state else state["momentum_buffer"]
@@ -220,7 +228,7 @@ def test_momentum_prediction_takes_the_steps_of_muons_own_iteration():
     optimizer.step()
     taken = weight.detach() - before  # without momentum the next step repeats it
     new = [weight.detach().clone()]
-    build_correction("momentum_prediction").publish(banks, new, None, optimizer, [weight], 1)
+    build_correction("momentum_prediction").publish(Publication(banks, new, None, optimizer, [weight], 1))
     assert torch.allclose(banks[0] - new[0], taken, atol=1e-6)
 
 
@@ -228,7 +236,7 @@ def test_banks_of_another_dtype():
     correction = build_correction("error_feedback")
     old, new = [torch.zeros(5)], [torch.full((5,), 0.25)]
     banks = [torch.zeros(5, dtype=torch.bfloat16)]
-    correction.publish(banks, new, old, None, [], 1)  # pyright: ignore
+    correction.publish(Publication(banks, new, old, None, [], 1))  # pyright: ignore
     assert torch.equal(banks[0], torch.full((5,), 0.5, dtype=torch.bfloat16))
     assert torch.equal(new[0], torch.full((5,), 0.25))
 
@@ -238,7 +246,7 @@ def test_error_feedback_writes_into_the_dying_bank():
     correction = build_correction("error_feedback", lam=1.0)
     bank, new = torch.tensor([1.0, 2.0]), torch.tensor([1.5, 1.0])
     where = bank.data_ptr()
-    correction.publish([bank], [new], [bank], None, [], 1)  # pyright: ignore
+    correction.publish(Publication([bank], [new], [bank], None, [], 1))  # pyright: ignore
     assert bank.data_ptr() == where
     assert torch.equal(bank, torch.tensor([2.0, 0.0]))
     assert torch.equal(new, torch.tensor([1.5, 1.0]))
@@ -248,7 +256,7 @@ def test_error_feedback_writes_into_the_dying_bank():
 def test_stages_without_parameters(name):
     correction = build_correction(name, **({"steps": 3} if name == "lr_scaling" else {}))
     optimizer = build("muon", nn.Identity())
-    correction.publish([], [], [], optimizer, [], 1)
+    correction.publish(Publication([], [], [], optimizer, [], 1))
     correction.gradient([], [], [])
 
 
@@ -327,12 +335,12 @@ def test_refusals():
     adagrad = torch.optim.Adagrad([parameter])
     with pytest.raises(UserError, match="momentum of Adagrad"):
         build_correction("momentum_prediction").publish(
-            [torch.zeros(2)], [torch.zeros(2)], None, adagrad, [parameter], 1
+            Publication([torch.zeros(2)], [torch.zeros(2)], None, adagrad, [parameter], 1)
         )
     still = torch.optim.SGD([parameter], lr=0.1)
     parameter.grad = torch.ones(2)
     still.step()
     with pytest.raises(UserError, match="momentum"):
         build_correction("momentum_prediction").publish(
-            [torch.zeros(2)], [torch.zeros(2)], None, still, [parameter], 1
+            Publication([torch.zeros(2)], [torch.zeros(2)], None, still, [parameter], 1)
         )

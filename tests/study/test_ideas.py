@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UserError
-from slipstream.optim import build, build_correction
+from slipstream.optim import Publication, build, build_correction
 from slipstream.optim.adaptive import AdaptiveErrorFeedback, SplitErrorFeedback
 from slipstream.optim.innovation import InnovationFeedback
 from slipstream.pipeline.emulator import Emulator
@@ -74,7 +74,7 @@ def test_it_publishes_with_that_strength():
     new, old = torch.randn(3, 3), torch.randn(3, 3)
     bank, expected = old.clone(), new + (new - old)
     optimizer = torch.optim.SGD([nn.Parameter(new)], lr=1.0)
-    correction.publish([bank], [new], [bank], optimizer, [nn.Parameter(new)], 1)
+    correction.publish(Publication([bank], [new], [bank], optimizer, [nn.Parameter(new)], 1))
     assert torch.allclose(bank, expected)  # λ = 1 until something is measured
 
 
@@ -109,7 +109,7 @@ def test_it_measures_one_update_of_delay_only():
     weight = torch.zeros(2, 2)
     optimizer = torch.optim.SGD([nn.Parameter(weight)], lr=1.0)
     with pytest.raises(UserError, match="a delay of 1, not 3"):
-        AdaptiveErrorFeedback().publish([weight], [weight], [weight], optimizer, [], 3)
+        AdaptiveErrorFeedback().publish(Publication([weight], [weight], [weight], optimizer, [], 3))
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5])
@@ -120,7 +120,7 @@ def test_the_split_looks_ahead_with_matrices_and_less_with_the_rest(lam):
     old = [torch.randn_like(p) for p in params]
     new = [torch.randn_like(p) for p in params]
     banks = [o.clone() for o in old]
-    SplitErrorFeedback(lam).publish(banks, new, banks, optimizer, params, 1)
+    SplitErrorFeedback(lam).publish(Publication(banks, new, banks, optimizer, params, 1))
     for parameter, bank, n, o in zip(params, banks, new, old, strict=True):
         factor = 1.0 if parameter.ndim == 2 else lam
         assert torch.allclose(bank, n + factor * (n - o))

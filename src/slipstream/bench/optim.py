@@ -29,7 +29,7 @@ from slipstream.errors import UserError
 from slipstream.models.sizes import PRESETS, ModelConfig
 from slipstream.models.stages import build_model
 from slipstream.optim.build import build
-from slipstream.optim.corrections import build_correction
+from slipstream.optim.corrections import Publication, build_correction
 from slipstream.optim.muon import Muon
 from slipstream.pipeline.emulator import Emulator
 
@@ -184,7 +184,7 @@ def _publish_seconds(config: ModelConfig, device: str, rounds: int) -> dict[str,
                 bank.copy_(z) if bank.dtype == z.dtype else z.clone()
                 for bank, z in zip(banks, new, strict=True)
             ]
-        correction.publish(banks, new, old, unused, [], 1)
+        correction.publish(Publication(banks, new, old, unused, [], 1))
 
     runs = {name: lambda name=name: publish(name) for name in ("none", "error_feedback")}
     return {name: median(times) for name, times in _rotate(runs, rounds, device, lambda: None).items()}

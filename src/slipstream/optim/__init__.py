@@ -6,7 +6,13 @@ schedule(name, peak, total, ...)  -> learning-rate multiplier of update g       
 """
 
 from slipstream.optim.build import RECIPES, build
-from slipstream.optim.corrections import CORRECTIONS, Correction, build_correction, synchronous_groups
+from slipstream.optim.corrections import (
+    CORRECTIONS,
+    Correction,
+    Publication,
+    build_correction,
+    synchronous_groups,
+)
 from slipstream.optim.lr import SCHEDULES, schedule
 
 __all__ = [
@@ -14,6 +20,7 @@ __all__ = [
     "RECIPES",
     "SCHEDULES",
     "Correction",
+    "Publication",
     "build",
     "build_correction",
     "schedule",

@@ -21,12 +21,10 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from slipstream.errors import UserError
-from slipstream.lists import add_, copy_, mul_, norms
-from slipstream.optim.corrections import Correction
+from slipstream.lists import mul_, norms
+from slipstream.optim.corrections import Correction, Publication
 
 
 @dataclass
@@ -73,21 +71,12 @@ class AdaptiveErrorFeedback(Correction):
             step.inner.lerp_(inner.clamp(-most, most), 1 - keep)
             step.square.lerp_(step.size_before, 1 - keep)
 
-    def publish(
-        self,
-        banks: list[Tensor],
-        new: list[Tensor],
-        old: list[Tensor] | None,
-        optimizer: Optimizer,
-        params: list[Parameter],
-        delay: int,
-    ) -> None:
-        assert old is not None, "error feedback publishes from z_g as well"
-        if delay != 1:
-            raise UserError(f"Adaptive feedback measures a delay of 1, not {delay}. Use error_feedback.")
-        ahead = [after - before for after, before in zip(new, old, strict=True)]
+    def publish(self, at: Publication) -> None:
+        if at.delay != 1:
+            raise UserError(f"Adaptive feedback measures a delay of 1, not {at.delay}. Use error_feedback.")
+        ahead = at.step()
         factors = []
-        for tensor, size in zip(new, norms(ahead), strict=True):
+        for tensor, size in zip(at.new, norms(ahead), strict=True):
             step = self._step(tensor)
             step.lam_before, step.size_before = step.lam, step.size
             step.size = size.float().square()
@@ -97,8 +86,7 @@ class AdaptiveErrorFeedback(Correction):
             step.count += 1
             factors.append(step.lam.to(tensor.dtype))
         mul_(ahead, factors)
-        add_(ahead, new)
-        copy_(banks, ahead)
+        at.look_ahead(ahead)
 
     def strengths(self) -> list[float]:
         """λ of each tensor now, in the order of the parameters."""
@@ -141,25 +129,14 @@ class SplitErrorFeedback(Correction):
             raise UserError(f"lam={lam} must not be negative.")
         self.lam = lam
 
-    def publish(
-        self,
-        banks: list[Tensor],
-        new: list[Tensor],
-        old: list[Tensor] | None,
-        optimizer: Optimizer,
-        params: list[Parameter],
-        delay: int,
-    ) -> None:
-        assert old is not None, "error feedback publishes from z_g as well"
+    def publish(self, at: Publication) -> None:
         matrices = {
             id(parameter)
-            for group in optimizer.param_groups
+            for group in at.optimizer.param_groups
             if group.get("role") == "matrices"
             for parameter in group["params"]
         }
-        factors = [(1.0 if id(parameter) in matrices else self.lam) * delay for parameter in params]
-        ahead = [after - before for after, before in zip(new, old, strict=True)]
-        for step, factor in zip(ahead, factors, strict=True):
-            step.mul_(factor)
-        add_(ahead, new)
-        copy_(banks, ahead)
+        ahead = at.step()
+        for step, parameter in zip(ahead, at.params, strict=True):
+            step.mul_((1.0 if id(parameter) in matrices else self.lam) * at.delay)
+        at.look_ahead(ahead)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -29,11 +30,38 @@ from slipstream.lists import add_, copy_, extrapolate, mul_
 from slipstream.optim.velocity import velocity
 
 
+@dataclass(frozen=True)
+class Publication:
+    """The moment after update g, and what there is to write the banks from. Lists go by parameter."""
+
+    banks: list[Tensor]
+    new: list[Tensor]  # z_{g+1}
+    old: (
+        list[Tensor] | None
+    )  # z_g where a correction `needs_previous`; often the banks, so overwritten with them
+    optimizer: Optimizer
+    params: list[Parameter]
+    delay: int
+
+    def previous(self) -> list[Tensor]:
+        assert self.old is not None, "a correction that publishes from z_g has to say needs_previous"
+        return self.old
+
+    def step(self) -> list[Tensor]:
+        """z_{g+1} - z_g, in memory of its own."""
+        return [after - before for after, before in zip(self.new, self.previous(), strict=True)]
+
+    def look_ahead(self, by: list[Tensor]) -> None:
+        """b_{g+1} = z_{g+1} + `by`, which is overwritten."""
+        add_(by, self.new)
+        copy_(self.banks, by)
+
+
 class Correction:
     """No correction: b_{g+1} = z_{g+1}. Memory: none."""
 
     name: ClassVar[str] = "none"
-    needs_previous: bool = False  # publish() is given z_g as `old`
+    needs_previous: bool = False  # publish() is given z_g
     corrects_gradient: bool = False  # gradient() is called
 
     def hyperparameters(self, group: int, values: list[dict[str, Any]]) -> None:
@@ -42,17 +70,9 @@ class Correction:
     def gradient(self, grads: list[Tensor], master: list[Tensor], bank: list[Tensor]) -> None:
         """Correct, in place, `grads` taken at `bank` while the newest weights are `master`."""
 
-    def publish(
-        self,
-        banks: list[Tensor],
-        new: list[Tensor],
-        old: list[Tensor] | None,
-        optimizer: Optimizer,
-        params: list[Parameter],
-        delay: int,
-    ) -> None:
-        """Write `banks` from z_{g+1} (`new`) and z_g (`old`, often the banks; it is overwritten)."""
-        copy_(banks, new)
+    def publish(self, at: Publication) -> None:
+        """Write the banks b_{g+1}."""
+        copy_(at.banks, at.new)
 
     def memory_of(self, tensor: Tensor) -> dict[str, float]:
         """What is remembered of one tensor of the master; a checkpoint keeps it under the parameter's name."""
@@ -83,17 +103,8 @@ class ErrorFeedback(Correction):
     def __init__(self, lam: float = 1.0) -> None:
         self.lam = _positive("lam", lam)
 
-    def publish(
-        self,
-        banks: list[Tensor],
-        new: list[Tensor],
-        old: list[Tensor] | None,
-        optimizer: Optimizer,
-        params: list[Parameter],
-        delay: int,
-    ) -> None:
-        assert old is not None, "error feedback publishes from z_g as well"
-        extrapolate(banks, old, new, 1 + self.lam * delay)
+    def publish(self, at: Publication) -> None:
+        extrapolate(at.banks, at.previous(), at.new, 1 + self.lam * at.delay)
 
 
 class MomentumPrediction(Correction):
@@ -109,19 +120,10 @@ class MomentumPrediction(Correction):
     def __init__(self, lam: float = 1.0) -> None:
         self.lam = _positive("lam", lam)
 
-    def publish(
-        self,
-        banks: list[Tensor],
-        new: list[Tensor],
-        old: list[Tensor] | None,
-        optimizer: Optimizer,
-        params: list[Parameter],
-        delay: int,
-    ) -> None:
-        ahead = velocity(optimizer, params)
-        mul_(ahead, self.lam * delay)
-        add_(ahead, new)
-        copy_(banks, ahead)
+    def publish(self, at: Publication) -> None:
+        ahead = velocity(at.optimizer, at.params)
+        mul_(ahead, self.lam * at.delay)
+        at.look_ahead(ahead)
 
 
 class DelayCompensation(Correction):

@@ -16,12 +16,10 @@ across a narrow valley, looking ahead by a whole step is the wrong way: there p 
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from slipstream.errors import UserError
-from slipstream.lists import add_, copy_
-from slipstream.optim.corrections import Correction
+from slipstream.lists import add_
+from slipstream.optim.corrections import Correction, Publication
 
 
 class InnovationFeedback(Correction):
@@ -48,21 +46,11 @@ class InnovationFeedback(Correction):
             for newest, read in zip(master, bank, strict=True)
         }
 
-    def publish(
-        self,
-        banks: list[Tensor],
-        new: list[Tensor],
-        old: list[Tensor] | None,
-        optimizer: Optimizer,
-        params: list[Parameter],
-        delay: int,
-    ) -> None:
-        assert old is not None, "feedback publishes from z_g as well"
-        if delay != 1:
-            raise UserError(f"Innovation feedback knows a delay of 1, not {delay}. Use error_feedback.")
-        ahead = [after - before for after, before in zip(new, old, strict=True)]
-        misses = [self._misses.pop(z.data_ptr(), None) for z in new]
+    def publish(self, at: Publication) -> None:
+        if at.delay != 1:
+            raise UserError(f"Innovation feedback knows a delay of 1, not {at.delay}. Use error_feedback.")
+        ahead = at.step()
+        misses = [self._misses.pop(z.data_ptr(), None) for z in at.new]
         known = [(step, miss) for step, miss in zip(ahead, misses, strict=True) if miss is not None]
         add_([step for step, _ in known], [miss for _, miss in known], alpha=self.lam)
-        add_(ahead, new)
-        copy_(banks, ahead)
+        at.look_ahead(ahead)

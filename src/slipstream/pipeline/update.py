@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from slipstream.errors import UserError
 from slipstream.lists import copy_, mul_, norms
-from slipstream.optim.corrections import Correction
+from slipstream.optim.corrections import Correction, Publication
 from slipstream.pipeline.board import PeerLost
 from slipstream.pipeline.peers import Gradients, Heard, Peers, Tally, Wait
 from slipstream.pipeline.versions import Target, Versions, sharded_as
@@ -213,7 +213,9 @@ class Updater:
             if finite and target.read.kind == "bank":
                 params = [versions.master.parameters[i] for i in versions.owned]
                 with self._hyperparameters(group):  # a correction may predict with the learning rate
-                    self.correction.publish(banks, new, old, self.optimizer, params, versions.delay)
+                    self.correction.publish(
+                        Publication(banks, new, old, self.optimizer, params, versions.delay)
+                    )
             else:
                 copy_(banks, new)
 
