@@ -11,8 +11,9 @@ import torch
 from rich.console import Console
 
 from slipstream.bench import train, train_ours, train_transformers
-from slipstream.bench.train import CONTENDERS, Setting
+from slipstream.bench.train import CONTENDERS
 from slipstream.bench.train_report import print_table
+from slipstream.bench.train_setting import Setting
 from slipstream.cli import main
 from slipstream.errors import UserError
 
@@ -112,6 +113,16 @@ def test_a_contender_that_fails_does_not_stop_the_others(capsys, tmp_path):
     assert row["tokens_per_second"] == pytest.approx(2 * 2 * 16 / row["step_seconds"])
     assert row["mfu"] is None  # no peak is known for a CPU
     assert result["ours_over_hf_eager"] is None
+
+
+def test_where_every_contender_failed_the_command_did_too(capsys, monkeypatch):
+    monkeypatch.setattr(train, "_in_a_process", lambda *task: {"error": "no luck"})
+    with pytest.raises(SystemExit) as ended:
+        main(
+            ["bench", "train", "--model", "cpu-default", "--device", "cpu", "--contenders", "ours,ours_sync"]
+        )
+    assert ended.value.code == 1
+    assert capsys.readouterr().out.count("no luck") == 2
 
 
 def test_the_table_tells_speeds_ratios_and_errors(capsys):

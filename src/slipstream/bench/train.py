@@ -14,9 +14,8 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 
 from slipstream.bench.outputs import make_room
+from slipstream.bench.train_setting import Setting
 from slipstream.data.shards import token_dtype, write_shard
 from slipstream.errors import UserError
 from slipstream.metrics.throughput import peak_flops
@@ -39,39 +39,6 @@ CONTENDERS = {
 }
 USUAL = ("ours", "ours_sync", "hf_compiled", "hf_eager")
 _SHARD_TOKENS = 1 << 21
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One comparison. `rows` sequences make a microbatch, `microbatches` of them an update."""
-
-    model: str = "smollm2-360m"
-    sequence: int = 1024
-    microbatches: int = 4
-    rows: int = 32
-    device: str = "cuda"
-    compiled: bool = True
-    steps: int = 10
-    warmup: int = 3
-    rival_rows: int | None = (
-        None  # sequences in a rival's microbatch, the update being the same; None: `rows`
-    )
-    overrides: tuple[str, ...] = ()  # of our trainer's config
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.sequence * self.microbatches * self.rows
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What one process saw."""
-
-    step_seconds: float
-    setup_seconds: float  # building, compiling, warming up
-    peak_memory_bytes: int
-    rows: int
-    microbatches: int
 
 
 def run(
@@ -149,20 +116,6 @@ def write_tokens(folder: Path, setting: Setting) -> None:
     for split, count in (("train", max(least, _SHARD_TOKENS)), ("val", least)):
         tokens = random.choice(vocab, size=count, p=shares / shares.sum())
         write_shard(folder / f"{split}_000.bin", tokens.astype(token_dtype(vocab)))
-
-
-def timed(
-    step: Callable[[int], None], settle: Callable[[], None], setting: Setting, began: float
-) -> tuple[float, float]:
-    """(seconds per step, seconds before the first timed one); `settle` waits until all that was asked is done."""
-    for index in range(setting.warmup):
-        step(index)
-    settle()
-    start = time.perf_counter()
-    for index in range(setting.warmup, setting.warmup + setting.steps):
-        step(index)
-    settle()
-    return (time.perf_counter() - start) / setting.steps, start - began
 
 
 def _in_a_process(

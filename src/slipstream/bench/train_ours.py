@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from slipstream.bench.train import Measured, Setting, timed
+from slipstream.bench.train_setting import Measured, Setting, timed
 from slipstream.config import Config, load, resolve
 from slipstream.errors import UserError
 from slipstream.pipeline.graphs import PLAIN_GROUPS

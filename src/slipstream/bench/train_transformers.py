@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.bench.train import Measured, Setting, timed
+from slipstream.bench.train_setting import Measured, Setting, timed
 from slipstream.data.tokens import TokenDataset
 from slipstream.errors import UserError
 from slipstream.models.sizes import PRESETS

@@ -133,8 +133,9 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Tokens/s and MFU of the whole trainer on one device, with delay and without, beside transformers."""
-    from slipstream.bench.train import Setting, run
+    from slipstream.bench.train import run
     from slipstream.bench.train_report import print_table
+    from slipstream.bench.train_setting import Setting
 
     if device not in ("cuda", "cpu"):
         raise UserError(f"--device is cuda or cpu, not '{device}'.")
@@ -156,6 +157,8 @@ def train(
         names = [name.strip() for name in contenders.split(",") if name.strip()]
         result = run(setting, names, timeout, say, out)
     print(json.dumps(result)) if as_json else print_table(Console(highlight=False), result)
+    if all("error" in row for row in result["contenders"].values()):
+        raise typer.Exit(1)
 
 
 @app.command()
