@@ -229,12 +229,20 @@ def test_a_run_that_another_process_is_at_is_left_to_it(tmp_path, data, monkeypa
 
 
 @pytest.mark.parametrize("when", ["at once", "while it trains"])
-def test_an_interrupted_run_ends_and_is_neither_finished_nor_failed(tmp_path, data, monkeypatch, when):
-    """Ctrl-C must reach the trainer, or a study could be stopped at the end of its runs only."""
+def test_an_interrupted_run_ends_and_is_neither_finished_nor_failed(
+    tmp_path, data, monkeypatch, request, when
+):
+    """Ctrl-C must reach the trainer, or a study could be stopped at the end of its runs only.
+
+    SIGINT is ignored where a shell has started the tests in the background, and so it is here in any case.
+    """
     wait, waited = Pool.wait, []
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
     def interrupted(pool: Pool, timeout_seconds: float):
-        steps = [event for path in tmp_path.glob("*/") for event in read_run(path).of("step")]
+        logs = tmp_path.glob("*/events.jsonl")
+        steps = [event for path in logs for event in read_run(path.parent).of("step")]
         if not waited and (steps or when == "at once"):
             waited.append(time.monotonic())
             raise KeyboardInterrupt

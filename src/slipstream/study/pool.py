@@ -37,6 +37,7 @@ class Pool:
     def __init__(self, size: int, out: Path) -> None:
         self._size, self._out = size, out
         self._context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        self._stopped = self._context.Event()
         self._workers: list[Worker] = []
 
     def __enter__(self) -> Pool:
@@ -99,7 +100,11 @@ class Pool:
         return ended
 
     def interrupt(self) -> None:
-        """Pass a Ctrl-C on: it reaches the workers by itself only where all were started from a terminal."""
+        """Pass a Ctrl-C on: it reaches the workers by itself only where all were started from a terminal.
+
+        One that is still starting may ignore the signal, as what runs in the background does; the event it sees.
+        """
+        self._stopped.set()
         for worker in self.active:
             if worker.process.pid is not None and worker.process.is_alive():
                 os.kill(worker.process.pid, signal.SIGINT)
@@ -109,7 +114,9 @@ class Pool:
         ours, theirs = self._context.Pipe()
         log = str(self._out / f"worker-{index}.log")
         threads = max(1, (os.cpu_count() or 1) // self._size)
-        process = self._context.Process(target=serve, args=(theirs, log, os.getpid(), threads), daemon=True)
+        process = self._context.Process(
+            target=serve, args=(theirs, log, os.getpid(), threads, self._stopped), daemon=True
+        )
         process.start()
         theirs.close()
         worker = Worker(index, process, ours)

@@ -16,6 +16,7 @@ import time
 import traceback
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -35,8 +36,11 @@ class Report:
     disk: bool = False  # not to be written: nor is the next
 
 
-def serve(connection: Connection, log: str, parent: int, compile_threads: int) -> None:
-    """Take configs (as trees) from the connection until it gives None; everything printed goes to `log`."""
+def serve(connection: Connection, log: str, parent: int, compile_threads: int, stopped: Event) -> None:
+    """Take configs (as trees) from the connection until it gives None; everything printed goes to `log`.
+
+    `stopped` is set before the SIGINT that ends a run, which may come before it can be caught.
+    """
     _print_to(log)
     _die_with(parent)
     interrupt = _Interrupt()
@@ -53,7 +57,7 @@ def serve(connection: Connection, log: str, parent: int, compile_threads: int) -
         print(f"--- {tree['run']['dir']}", flush=True)
         try:
             interrupt.armed = True
-            report = Report("", "", broken=True) if interrupt.asked else _run(tree)
+            report = Report("", "", broken=True) if interrupt.asked or stopped.is_set() else _run(tree)
             interrupt.armed = False
         except KeyboardInterrupt:
             report = Report("", "", broken=True)
