@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from slipstream.bench.balance import measure_head_layers
+from slipstream.bench.checks import check_device, make_room
 from slipstream.bench.measure import ENGINE, bench, parse_rivals
-from slipstream.bench.outputs import make_room
 from slipstream.bench.probe import probe
 from slipstream.bench.report import print_probe, print_result, record
 from slipstream.bench.timeline import check_plottable, draw, label
@@ -79,9 +78,8 @@ def run(request: Request, *, plot: Path | None, out: Path | None, as_json: bool)
     works, against = request.works(), parse_rivals(request.rivals)
     make_room(plot)
     make_room(out)
+    check_device(request.device)
     on_gpu = request.device == "cuda"
-    if on_gpu:
-        _check_gpu()
     notes, console = Console(stderr=True, highlight=False), Console(highlight=False)
     cores = os.cpu_count() or 1
     if request.kind == "compute" and not on_gpu and request.stages > cores:
@@ -116,7 +114,7 @@ def run(request: Request, *, plot: Path | None, out: Path | None, as_json: bool)
 def run_probe(partitions: int, as_json: bool, out: Path | None) -> None:
     if partitions < 1:
         raise UserError(f"A GPU cannot be cut into {partitions} partitions. Set --partitions to 1 or more.")
-    _check_gpu()
+    check_device("cuda")
     make_room(out)
     found = probe(partitions)
     if out is not None:
@@ -125,11 +123,6 @@ def run_probe(partitions: int, as_json: bool, out: Path | None) -> None:
         print(json.dumps(found, indent=2))
     else:
         print_probe(Console(highlight=False), found)
-
-
-def _check_gpu() -> None:
-    if not torch.cuda.is_available():
-        raise UserError("--device is cuda, and torch sees no GPU. Set --device cpu.")
 
 
 @contextlib.contextmanager

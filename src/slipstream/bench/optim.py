@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
+from slipstream.bench.checks import check_device
 from slipstream.errors import UserError
 from slipstream.models.sizes import PRESETS, ModelConfig
 from slipstream.models.stages import build_model
@@ -48,10 +49,7 @@ def run(
     preset = preset or ("smollm2-360m" if device.startswith("cuda") else "cpu-default")
     if preset not in PRESETS:
         raise UserError(f"There is no model preset {preset!r}. Presets: {', '.join(PRESETS)}.")
-    if device.split(":")[0] not in ("cpu", "cuda"):
-        raise UserError(f"--device {device}: choose cpu or cuda.")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"--device is {device}, and torch sees no GPU. Set --device cpu.")
+    check_device(device)
     if rounds < 1:
         raise UserError(f"--rounds {rounds}: a median needs 1 round or more.")
     result: dict[str, Any] = {

@@ -29,7 +29,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from slipstream.bench.outputs import make_room
+from slipstream.bench.checks import make_room
 from slipstream.errors import UserError
 from slipstream.metrics.events import EVENTS_FILE, Run, number, read_run
 from slipstream.metrics.report import write_report

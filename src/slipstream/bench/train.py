@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.bench.outputs import make_room
+from slipstream.bench.checks import check_device, make_room
 from slipstream.bench.train_setting import Setting
 from slipstream.data.shards import token_dtype, write_shard
 from slipstream.errors import UserError
@@ -85,8 +85,7 @@ def check(setting: Setting, contenders: Sequence[str]) -> None:
     unknown = [name for name in contenders if name not in CONTENDERS]
     if unknown or not contenders:
         raise UserError(f"No contender is called {unknown}. Set --contenders to {','.join(CONTENDERS)}.")
-    if setting.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device is cuda, and torch sees no GPU. Set --device cpu and a small --model.")
+    check_device(setting.device)
     for option in ("microbatches", "rows", "steps", "warmup"):
         if getattr(setting, option) < 1:
             raise UserError(f"--{option} is {getattr(setting, option)}; it must be at least 1.")

@@ -19,9 +19,7 @@ class Setting:
     compiled: bool = True
     steps: int = 10
     warmup: int = 3
-    rival_rows: int | None = (
-        None  # sequences in a rival's microbatch, the update being the same; None: `rows`
-    )
+    rival_rows: int | None = None  # sequences in a rival's microbatch, of the same update; None: `rows`
     overrides: tuple[str, ...] = ()  # of our trainer's config
 
     @property

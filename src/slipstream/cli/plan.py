@@ -127,7 +127,7 @@ def _profile(config: ModelConfig, sequence: int, optimizer: str, measure: bool, 
     if not measure:
         assert path is not None
         return Profile.read(path, Measured.of(config, sequence, optimizer))
-    from slipstream.bench.outputs import make_room
+    from slipstream.bench.checks import make_room
     from slipstream.cli.profile import measure_profile
 
     make_room(path)

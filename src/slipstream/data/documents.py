@@ -196,10 +196,8 @@ def _of_json_lines(path: Path, lines: io.TextIOWrapper, field: str) -> Iterator[
             continue
         try:
             record = json.loads(line)
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # also a number of thousands of digits, or endless brackets
+        except (ValueError, RecursionError) as error:
+            # Also a number of thousands of digits, or endless brackets.
             raise DataError(f"{path}, line {number} is not JSON: {error}.") from error
         text = record.get(field) if isinstance(record, dict) else None
         if not isinstance(text, str):

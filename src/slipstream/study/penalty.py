@@ -29,9 +29,8 @@ from slipstream.schedule.generate import GENERATORS
 from slipstream.study.statistics import Estimate, interval
 
 Curve = Sequence[tuple[float, float]]
-FURTHEST = (
-    690.0  # e-folds, near what a float holds: a run that diverged lies any distance beyond a flat start
-)
+# e-folds, near what a float holds: a run that diverged lies any distance beyond a flat start
+FURTHEST = 690.0
 
 
 @dataclass(frozen=True)

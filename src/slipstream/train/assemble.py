@@ -246,8 +246,7 @@ def _peak(config: Config, seat: Seat) -> float | None:
         return None
     peak = peak_flops(torch.cuda.get_device_name())
     ranks = seat.stages * seat.data_ranks
-    nodes = ranks // int(
-        os.environ.get("LOCAL_WORLD_SIZE", ranks)
-    )  # torchrun says how many ranks are on this one
+    on_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # torchrun says
+    nodes = ranks // on_this_node
     devices = min(ranks, torch.cuda.device_count() * nodes)
     return None if peak is None else peak * devices

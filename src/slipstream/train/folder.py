@@ -47,9 +47,7 @@ class Plan:
     data_fingerprint: str
     nonce: str  # names this attempt's drafts
     notes: Sequence[str] = ()
-    validate: bool = (
-        False  # a kill came after the checkpoint of `step` and before its validation was on record
-    )
+    validate: bool = False  # a kill came between the checkpoint of `step` and its validation
 
 
 @contextmanager
