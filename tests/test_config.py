@@ -74,6 +74,7 @@ def test_every_problem_is_reported_with_its_nearest_key():
         (["optim.sync_start=0.9", "optim.sync_finish=0.9"], "exceed train.steps"),
         (["health.rollback=true", "checkpoint.every=0"], "checkpoints to return to"),
         (["health.rollback=true", "checkpoint.keep=0"], "checkpoints to return to"),
+        (["health.rollback=true", "checkpoint.keep=1"], "from before the failure"),
         (["checkpoint.every=5", "checkpoint.keep=0"], "checkpoint.every = 5 cannot take effect"),
         (["train.sample_tokens=5", "checkpoint.keep=0"], "train.sample_tokens = 5 cannot take effect"),
         (["pipeline.schedule=zbv", "model.experts=4", "model.experts_per_token=2"], "routed layer"),

@@ -230,6 +230,8 @@ def test_wrong_use_says_what_to_change():
         Emulator(model, M, tiny.loss_fn, lambda m: torch.optim.SGD(list(m.parameters())[1:], lr=1))
     with pytest.raises(UserError, match="running statistics"):
         Emulator(torch.nn.BatchNorm1d(3), 1, tiny.loss_fn, tiny.adamw)
+    with pytest.raises(UserError, match="sparse=False"):
+        Emulator(torch.nn.Embedding(3, 2, sparse=True), 1, tiny.loss_fn, tiny.adamw)
     with pytest.raises(UserError, match="either a module or stages"):
         Emulator(None, M, tiny.loss_fn, tiny.adamw)
     with pytest.raises(UserError, match="error_feedback"):

@@ -297,3 +297,8 @@ def _check_train(config: Config, problems: list[str]) -> None:
         )
     if config.health.rollback and config.checkpoint.every == 0:
         problems.append("health.rollback needs checkpoints to return to. Set checkpoint.every.")
+    if config.health.rollback and config.checkpoint.keep == 1:
+        problems.append(
+            "health.rollback needs a checkpoint from before the failure, and the newest may be from after it. Set "
+            "checkpoint.keep=2 or more."
+        )

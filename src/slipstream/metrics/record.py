@@ -38,12 +38,6 @@ class Recorder:
         self._trackers = trackers
         self._changed = threading.Condition()
         self._step = 0
-        self._began = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """Since this process opened the record."""
-        return time.perf_counter() - self._began
 
     def write(self, event: str, step: int, **values: Any) -> dict[str, Any]:
         line = {"event": event, "step": step, "time": round(time.time(), 3)} | values

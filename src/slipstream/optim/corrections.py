@@ -16,6 +16,7 @@ alike.
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -198,10 +199,11 @@ def build_correction(spec: str | Correction, **options: Any) -> Correction:
             f"No correction is called {spec!r}. Did you mean {near[0]!r}? There are {', '.join(CORRECTIONS)}."
         )
     try:
-        return kind(**options)
+        inspect.signature(kind).bind(**options)
     except TypeError as error:
         given = ", ".join(f"{key}={value}" for key, value in options.items()) or "no options"
         raise UserError(f"The correction {spec!r} cannot be made with {given}: {error}.") from error
+    return kind(**options)
 
 
 def _own(spec: str) -> type[Correction]:

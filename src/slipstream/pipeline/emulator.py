@@ -27,7 +27,7 @@ from slipstream.pipeline.graphs import Graphs, Recorder, check_current
 from slipstream.pipeline.microbatches import Microbatch, as_predicate, check_loss, merged, split
 from slipstream.pipeline.peers import Alone, Gradients
 from slipstream.pipeline.update import Updater, check_covers
-from slipstream.pipeline.versions import Prepare, Replica, Versions, refuse_changing_buffers, split_shared
+from slipstream.pipeline.versions import Prepare, Replica, Versions, check_layers, split_shared
 
 OptimizerFactory = Callable[[nn.Module], Optimizer]
 
@@ -69,7 +69,7 @@ class Emulator:
             )
         if recorder is not None:
             check_current(next((p.device for p in self._module.parameters()), torch.device("cpu")))
-        refuse_changing_buffers(self._module)
+        check_layers(self._module)
         ties = split_shared(self._module)
         self.n_microbatches = n_microbatches
         self.loss_fn = loss_fn

@@ -44,7 +44,7 @@ from slipstream.pipeline.torch_stage import read_stage
 from slipstream.pipeline.trace import Trace
 from slipstream.pipeline.transport import Spec, spec_of
 from slipstream.pipeline.update import Updater, check_covers
-from slipstream.pipeline.versions import Prepare, Replica, Versions, refuse_changing_buffers, split_shared
+from slipstream.pipeline.versions import Prepare, Replica, Versions, check_layers, split_shared
 from slipstream.schedule.actions import Kind
 from slipstream.schedule.timeline import Span
 
@@ -94,7 +94,7 @@ class Schedule2BW:
         on_host = self._stage.device.type == "cpu"
         self._depth = Depth(self._stage.index, self._stage.count, n_microbatches, in_flight, on_host)
         module = self._stage.module
-        refuse_changing_buffers(module)
+        check_layers(module)
         ties = named_ties(tied, split_shared(module), module)
         self._versions = Versions(module, self._synchronous, bank_dtype=bank_dtype, prepare=prepare)
         parameters = self._versions.master.parameters

@@ -178,14 +178,19 @@ def split_shared(module: nn.Module) -> list[list[str]]:
     return ties
 
 
-def refuse_changing_buffers(module: nn.Module) -> None:
-    """Batch statistics change in the forward, so a replica and a restart would each have their own."""
+def check_layers(module: nn.Module) -> None:
+    """Refuse layers that the rule cannot follow: batch statistics change in the forward, so a replica and a restart
+    would each have their own, and sparse gradients have no norm, no reduction and no look-ahead."""
     for name, child in module.named_modules():
+        name = name or type(child).__name__
         if getattr(child, "track_running_stats", False) and getattr(child, "running_mean", None) is not None:
             raise UserError(
-                f"'{name or type(child).__name__}' changes its running statistics in the forward, which weight "
-                "versions cannot follow. Use a norm without running statistics (LayerNorm, RMSNorm, GroupNorm) "
-                "or track_running_stats=False."
+                f"'{name}' changes its running statistics in the forward, which weight versions cannot follow. Use a "
+                "norm without running statistics (LayerNorm, RMSNorm, GroupNorm) or track_running_stats=False."
+            )
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise UserError(
+                f"'{name}' makes sparse gradients, which the update does not take. Set sparse=False."
             )
 
 

@@ -48,17 +48,17 @@ def close(parts: Parts, outcome: Outcome) -> None:
         recorder.write("sample", outcome.step, prompt=prompt, text=text)
         show.note(f"sample:\n{prompt}{text}")
     tokens = outcome.step * config.tokens_per_step
+    worked = max(read_run(folder).clock().values())  # over all starts of the run
     recorder.write(
         "finish",
         outcome.step,
         validation_loss=outcome.validation_loss,
         unigram_entropy=entropy,
         tokens=tokens,
-        seconds=round(recorder.seconds, 3),
+        seconds=round(worked, 3),
     )
     if config.train.report:
         write_report([folder])
-    worked = max(read_run(folder).clock().values())  # over all starts of the run
     show.note(f"Finished {outcome.step} steps, {tokens:,} tokens, in {duration(worked)}.")
     show.note(paths(folder))
 
