@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -254,6 +256,28 @@ def test_an_interrupted_run_ends_and_is_neither_finished_nor_failed(
     assert time.monotonic() - waited[0] < 20
     assert (outcome.finished, outcome.failed, outcome.left, outcome.stopped) == ([], {}, 1, "interrupt")
     assert collect(tmp_path) == {}
+
+
+def test_a_term_signal_stops_the_command_as_ctrl_c_does(tmp_path, data):
+    """Clusters send SIGTERM when the time is up."""
+    options = [*SMALLER, f"data.path={data}", "train.steps=1000000", "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "slipstream", "study", "run", str(TOY), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("*/events.jsonl")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert "Stopping: the runs under way end" in out
+    assert "0 runs finished, 0 failed" in out
+    assert "leaked" not in out
 
 
 def test_a_full_disk_ends_the_study_and_is_no_failure_of_its_runs(tmp_path, data, monkeypatch):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import signal
 import sys
 from importlib import import_module
 
@@ -41,9 +42,10 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}  # met while a file is written, when its na
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point: a mistake, or a place that cannot be used, is printed without a traceback and exits with 2."""
-    arguments = sys.argv[1:] if argv is None else argv
+    if argv is None:  # a process of its own: a cluster's "time is up" ends it as Ctrl-C does
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        _dispatch(arguments)
+        _dispatch(sys.argv[1:] if argv is None else argv)
     except UserError as error:
         _fail(str(error))
     except OSError as error:
