@@ -11,8 +11,8 @@ train: $(VENV)/.installed
 	$(BIN)/slipstream train
 
 test: $(VENV)/.installed-dev
-	$(BIN)/ruff format --check src tests
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests examples studies
+	$(BIN)/ruff check src tests examples studies
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/pytest
 
@@ -20,8 +20,8 @@ test-all: $(VENV)/.installed-dev
 	$(BIN)/pytest -m ""
 
 format: $(VENV)/.installed-dev
-	$(BIN)/ruff format src tests
-	$(BIN)/ruff check --fix src tests
+	$(BIN)/ruff format src tests examples studies
+	$(BIN)/ruff check --fix src tests examples studies
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
