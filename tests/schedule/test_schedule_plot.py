@@ -57,6 +57,12 @@ def test_terminal_says_where_it_stops() -> None:
     assert any("the first 31 of 42 in all" in line for line in printed({"x": timeline(groups=3)}, width=40))
 
 
+def test_terminal_too_narrow_for_an_update_draws_whole_actions_apart() -> None:
+    drawn = {"2bw": simulate(build("2bw", 8, 16, 3)), "zbv": simulate(build("zbv", 8, 16, 3))}
+    first = next(line for line in printed(drawn, width=80) if line.startswith("stage 0"))
+    assert "B0FB1FB2FB3FB4F" in first  # not the long blocks of one kind that sampling a rhythm gives
+
+
 def test_svg_has_one_rectangle_per_action() -> None:
     picture = timeline(update=1.0)
     root = ET.fromstring(plot.to_svg({"<2bw> & more": picture}))

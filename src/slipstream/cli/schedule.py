@@ -137,9 +137,9 @@ def _table(figures: list[Steady]) -> Table:
     table.add_column("schedule", style="cyan", no_wrap=True)
     table.add_column("time per\nupdate", justify="right")
     table.add_column("\nbubble", justify="right", no_wrap=True)
-    table.add_column("peak\nactivations")
+    table.add_column("peak\nactivations", min_width=len("activations"))
     table.add_column("\nbanks")
-    table.add_column("delay\nper stage")
+    table.add_column("\ndelay")
     if several:
         table.add_column("\nspeed", justify="right")
     for entry in figures:
@@ -163,7 +163,7 @@ def _short(values: tuple[float, ...]) -> str:
     words = [f"{_plain(value):g}" for value in values]
     if len(set(words)) == 1:
         return words[0]
-    return " ".join(words) if len(words) <= 8 else " ".join([*words[:4], "…", *words[-2:]])
+    return " ".join(words) if len(words) <= 7 else " ".join([*words[:4], "…", *words[-2:]])
 
 
 def _plain(value: float) -> float | int:

@@ -5,6 +5,7 @@ The number in a cell is the microbatch. Without colours the cell begins with the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
@@ -47,7 +48,7 @@ def _scale(timelines: Mapping[str, Timeline], columns: int) -> tuple[float, floa
     """Time per column, and the time the picture ends.
 
     The shortest action gets a whole number of columns. If then not everything fits, the picture ends early,
-    unless it would not even show one whole update: then everything is squeezed in.
+    unless it would not even show one whole update: then a column is a few actions wide.
     """
     lengths = [
         span.end - span.start
@@ -62,9 +63,9 @@ def _scale(timelines: Mapping[str, Timeline], columns: int) -> tuple[float, floa
     per_unit = min(_WIDEST_UNIT, int(columns * unit / longest * (1 + 1e-9)))
     if per_unit >= 1:
         return unit / per_unit, longest
-    if columns * unit >= max(timeline.time_per_update for timeline in timelines.values()):
-        return unit, columns * unit
-    return longest / columns, longest
+    update = max(timeline.time_per_update for timeline in timelines.values())
+    step = unit * max(1, math.ceil(update / (columns * unit) * (1 - 1e-9)))
+    return step, columns * step
 
 
 def _row(timeline: Timeline, rank: int, step: float, columns: int, colours: bool) -> Text:
