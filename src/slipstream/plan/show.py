@@ -50,7 +50,7 @@ def show(plan: Plan, console: Console, model_name: str, top: int) -> None:
         f"sequence {job.sequence}. {plan.fitting} of {plan.considered} layouts fit.\n",
         highlight=False,
     )
-    console.print(ranking(plan, top))
+    console.print(ranking(plan, top), crop=False)  # in a narrow terminal a row wraps; no figure is cut off
     console.print(Text(LEGEND.format(tokens=count(job.training_tokens)), "dim"))
     console.print()
     for line in explain(plan):
@@ -61,7 +61,11 @@ def show(plan: Plan, console: Console, model_name: str, top: int) -> None:
     if best_runnable is not None:
         place = rank(plan, best_runnable)
         note = "" if place == 1 else f" (the best that `slipstream train` runs: #{place})"
-        console.print(f"[bold]To run it[/]{note}: slipstream train this.toml", highlight=False)
+        console.print(
+            f"[bold]To run it[/]{note}: slipstream train FILE data.path=FOLDER train.steps=N, with this in FILE "
+            "(--toml FILE writes it):",
+            highlight=False,
+        )
         console.print(Text(to_toml(plan, best_runnable, model_name) or ""))
 
 
@@ -71,16 +75,19 @@ def rank(plan: Plan, layout: Layout) -> int:
 
 def ranking(plan: Plan, top: int) -> Table:
     """The best layouts, and always the best of each kind so that both stand side by side."""
-    table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0))
-    for name in HEADER:
-        table.add_column(name, justify="left" if name in ("schedule", "options") else "right", no_wrap=True)
+    table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0), pad_edge=False)
     shown = list(plan.layouts[:top])
     for kind in (plan.best_synchronous, plan.best_asynchronous):
         if kind is not None and kind not in shown:
             shown.append(kind)
-    for layout in shown:
+    rows = [_row(plan, layout) for layout in shown]
+    for name, *cells in zip(HEADER, *rows, strict=True):
+        justify = "left" if name in ("schedule", "options") else "right"
+        widest = max(len(cell) for cell in (name, *cells))
+        table.add_column(name, justify=justify, no_wrap=True, min_width=widest)
+    for layout, row in zip(shown, rows, strict=True):
         style = "bold green" if layout is plan.best else "cyan" if layout.shape.asynchronous else ""
-        table.add_row(*_row(plan, layout), style=style)
+        table.add_row(*row, style=style)
     return table
 
 
@@ -131,5 +138,6 @@ def draw(layout: Layout, console: Console) -> None:
     title = f"{shape.schedule}, P={shape.stages}"
     if microbatches < shape.microbatches:
         title += f", drawn with {microbatches} of {shape.microbatches} microbatches"
-    console.print(terminal({title: simulate(schedule, costs(layout.times, shape))}, console.width))
+    picture = {title: simulate(schedule, costs(layout.times, shape))}
+    console.print(terminal(picture, console.width, colours=console.color_system is not None))
     console.print()
