@@ -175,6 +175,24 @@ def test_tables_of_nothing_are_a_clear_error(tmp_path, capsys):
     assert "No run of" in capsys.readouterr().err
 
 
+def test_a_table_without_the_data_path_of_its_runs_names_it(tmp_path, capsys):
+    root = Path(__file__).parents[2]
+    results = root / "docs" / "results" / "a-core.jsonl.gz"
+    with pytest.raises(SystemExit):
+        main(
+            [
+                "study",
+                "table",
+                str(root / "studies/a-core.toml"),
+                "--results",
+                str(results),
+                "--out",
+                str(tmp_path),
+            ]
+        )
+    assert "It holds 25 other runs, made with data.path=/tmp/wiki16k." in capsys.readouterr().err
+
+
 def test_missing_data_is_said_once(tmp_path):
     study = load_study(TOY, ["data.path=/nowhere"])
     with pytest.raises(UserError, match="There is no data folder '/nowhere'"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import shlex
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Annotated
 
@@ -14,10 +15,15 @@ from rich.table import Table
 from slipstream.errors import UserError
 from slipstream.metrics.report_page import Table as PageTable
 from slipstream.study.parse import load_study
-from slipstream.study.results import collect, losses, of_points, write_export
+from slipstream.study.results import Result, collect, losses, of_points, write_export
 from slipstream.study.tables import Compared, compared_cells, pipes, tables
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    help="Run many runs and tabulate what delay costs.",
+)
 
 OUT = Path("runs/study")
 File = Annotated[Path, typer.Argument(help="A study, TOML.")]
@@ -60,7 +66,8 @@ def run(
     left = f", {outcome.left} left" if outcome.left else ""
     waiting = f", {outcome.waiting} more once a grid has ended" if outcome.waiting else ""
     show.note(f"{len(outcome.finished)} runs finished, {len(outcome.failed)} failed{left}{waiting}.")
-    show.note(f"Next: slipstream study table {file} --results {out}")
+    again = shlex.join([str(file), *(overrides or ()), "--results", str(out)])
+    show.note(f"Next: slipstream study table {again}")
     if outcome.failed_before:
         show.note(f"{outcome.failed_before} more failed before; --retry runs them again.")
     if outcome.failed or outcome.failed_before:
@@ -109,7 +116,7 @@ def export(
     study, found = load_study(file, overrides or ()), collect(*_places(results, OUT))
     ended = of_points(study.expand(losses(found)).points, found)
     if not ended:
-        raise _nothing(file, results)
+        raise _nothing(file, results, found)
     path = out / f"{study.name}.jsonl.gz"
     _keep_all(path, {result.digest for result in ended})
     count = write_export(path, ended)
@@ -134,7 +141,7 @@ def table(
     study, found = load_study(file, overrides or ()), collect(*_places(results, OUT))
     expansion = study.expand(losses(found))
     if not of_points(expansion.points, found):
-        raise _nothing(file, results)
+        raise _nothing(file, results, found)
     _print(tables(study, expansion, found))
     for note in notes_of(expansion, found):
         print(f"- {note}")
@@ -155,11 +162,14 @@ def _places(named: Sequence[Path] | None, *otherwise: Path) -> list[Path]:
     return list(named or otherwise)
 
 
-def _nothing(file: Path, results: Sequence[Path] | None) -> UserError:
+def _nothing(file: Path, results: Sequence[Path] | None, found: Mapping[str, Result]) -> UserError:
     places = ", ".join(str(place) for place in _places(results, OUT))
-    return UserError(
-        f"No run of '{file}' has ended in {places}. Run it first, or name its folder with --results."
-    )
+    advice = "Run it first, or name its folder with --results."
+    if found:  # most often the runs are there, but KEY=VALUE of their making was left out
+        paths = sorted({path for result in found.values() if (path := result.key("data.path"))})
+        made = f", made with {' or '.join(f'data.path={path}' for path in paths)}" if paths else ""
+        advice = f"It holds {len(found)} other runs{made}. Give the KEY=VALUE that they were made with."
+    return UserError(f"No run of '{file}' has ended in {places}. {advice}")
 
 
 def _keep_all(path: Path, digests: Set[str]) -> None:
