@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.bench.measure import BASELINE, BOUND, ENGINE, Result
+from slipstream.bench.measure import BASELINE, BOUND, ENGINE, NO_LATENCY, Result
 from slipstream.bench.rivals import RIVALS
 from slipstream.bench.work import Work
 
@@ -77,13 +77,13 @@ def print_result(console: Console, result: Result) -> None:
     table = Table(title=title, box=SIMPLE_HEAD)
     table.add_column(no_wrap=True)
     for heading in ("median", "least", "of bound", "speed-up", "cpu ms", "peak MB"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
     for name in (BOUND, *RIVALS, ENGINE):
         label = LABELS.get(name, name)
         time = result.milliseconds(name)
         if time is None:
             if name in result.errors:
-                table.add_row(label, "[red]failed[/]")
+                table.add_row(label, "not run" if result.errors[name] == NO_LATENCY else "[red]failed[/]")
             continue
         table.add_row(
             f"[bold]{label}[/]" if name == ENGINE else label,

@@ -84,7 +84,12 @@ def check(setting: Setting, contenders: Sequence[str]) -> None:
         raise UserError(f"There is no model preset '{setting.model}'. Presets: {', '.join(PRESETS)}.")
     unknown = [name for name in contenders if name not in CONTENDERS]
     if unknown or not contenders:
-        raise UserError(f"No contender is called {unknown}. Set --contenders to {','.join(CONTENDERS)}.")
+        what = (
+            f"No contender is called {' or '.join(map(repr, unknown))}"
+            if unknown
+            else "No contender is named"
+        )
+        raise UserError(f"{what}. Set --contenders to some of {','.join(CONTENDERS)}.")
     check_device(setting.device)
     for option in ("microbatches", "rows", "steps", "warmup"):
         if getattr(setting, option) < 1:

@@ -123,7 +123,11 @@ def train(
     steps: Annotated[int, typer.Option(help="Timed updates.")] = 10,
     warmup: Annotated[int, typer.Option(help="Updates before them.")] = 3,
     contenders: Annotated[
-        str, typer.Option(help="Any of ours,ours_sync,hf_compiled,hf_eager,hf_bf16.")
+        str,
+        typer.Option(
+            help="Some of ours, ours_sync, hf_compiled, hf_eager, hf_bf16; by commas.",
+            show_default="all but hf_bf16",
+        ),
     ] = "ours,ours_sync,hf_compiled,hf_eager",
     rival_rows: Annotated[
         int | None, typer.Option(help="Sequences in a microbatch of transformers; default: --rows.")
