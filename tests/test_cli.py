@@ -97,6 +97,16 @@ def test_dry_run_prints_a_run_that_can_be_started(capsys, tmp_path):
     assert capsys.readouterr().out == printed
 
 
+def test_a_key_set_apart_by_spaces_is_said_to_be_one(capsys):
+    assert exit_code(["train", "train.steps", "=", "10"]) == 2
+    assert "Write train.steps=VALUE, without spaces." in capsys.readouterr().err
+
+
+def test_config_is_found_in_capitals_and_names_types_in_words(capsys):
+    assert exit_code(["config", "COMPILE"]) == 0
+    assert "(bool | layers | stage" in " ".join(capsys.readouterr().out.split())
+
+
 def test_config_says_when_no_key_matches(capsys):
     assert exit_code(["config", "optim.learning_rate"]) == 2
     assert "No key contains 'optim.learning_rate'. Did you mean" in capsys.readouterr().err

@@ -25,9 +25,9 @@ def config(
 
     `slipstream train run.toml KEY=VALUE --dry-run` prints a resolved run instead.
     """
-    found = [key for key in describe() if search in key.name]
+    found = [key for key in describe() if search.lower() in key.name]
     if not found:
-        near = difflib.get_close_matches(search, [key.name for key in describe()], n=3, cutoff=0.5)
+        near = difflib.get_close_matches(search.lower(), [key.name for key in describe()], n=3, cutoff=0.5)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         raise UserError(f"No key contains '{search}'.{hint} `slipstream config` lists them all.")
     if as_json:

@@ -8,6 +8,8 @@ import typer
 
 from slipstream.config import Config, load, resolve, to_toml
 from slipstream.config.facts import facts
+from slipstream.config.load import keys
+from slipstream.errors import UserError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -46,4 +48,8 @@ def parse(arguments: list[str]) -> Config:
     overrides = [text for text in arguments if text not in files]
     if len(files) > 1:
         overrides += files[1:]  # reported as what they are: not overrides
+    if files and files[0] in keys():
+        raise UserError(
+            f"'{files[0]}' is a key of a run, not a file. Write {files[0]}=VALUE, without spaces."
+        )
     return load(files[0] if files else None, overrides)

@@ -17,7 +17,7 @@ def facts(config: Config) -> dict[str, str]:
         "parameters": f"{parameters(model):,} ({active_parameters(model):,} active per token)",
         "tokens per update": f"{config.tokens_per_step:,} ({pipeline.microbatches} microbatches x "
         f"{pipeline.microbatch_size} sequences x {config.data.sequence} tokens)",
-        "tokens in all": f"{total_tokens:,} ({total_tokens / parameters(model):.1f} per parameter)",
+        "tokens in all": f"{total_tokens:,} ({total_tokens / parameters(model):.3g} per parameter)",
         "training FLOPs": f"{flops * total_tokens:.3g} ({flops:.3g} per token)",
         "processes": f"{pipeline.stages * pipeline.data_ranks} "
         f"({pipeline.stages} stages x {pipeline.data_ranks} data ranks)",

@@ -71,7 +71,7 @@ class ModelSettings(Settings):
 class DataSettings(Settings):
     path: str | None = _field(None, "folder of token shards; none: the embedded standard-library corpus")
     sequence: int = _field(128, "tokens per sequence", ge=2)
-    mask_documents: bool = _field(False, "no loss on the first token after a document's end")
+    mask_documents: bool = _field(False, "attention stays inside a document, and no loss across its end")
 
 
 class PipelineSettings(Settings):

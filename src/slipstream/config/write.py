@@ -6,6 +6,7 @@ Invariant: `load(write(config)) == config`: the file in a run folder can start t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +108,5 @@ def _type_name(annotation: Any) -> str:
         else str(annotation)
     )
     text = text.replace("typing.", "").replace("Any", "any").replace(" | None", "")
-    if text.startswith("Literal["):
-        return text.removeprefix("Literal[").removesuffix("]").replace("'", "").replace(", ", " | ")
-    return text
+    text = re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace("'", "").replace(", ", " | "), text)
+    return text.removeprefix("Union[").removesuffix("]").replace(", ", " | ") if "Union[" in text else text
