@@ -55,7 +55,12 @@ def check_inputs(paths: Sequence[Path], reading: Reading) -> None:
         raise DataError(f"--max-expansion is {reading.max_expansion:g}. Set it to 1 or more.")
     for path in paths:
         if not path.is_file():
-            raise DataError(f"There is no file {path}.")
+            what = (
+                f"{path} is a folder. Name its files"
+                if path.is_dir()
+                else f"There is no file {path}. Name text"
+            )
+            raise DataError(f"{what}: .txt and .jsonl (also with .xz, .gz, .zst), .parquet.")
         if path.stat().st_size == 0:
             raise DataError(f"{path} is empty.")
         if _kind(path) not in _PLAIN:
