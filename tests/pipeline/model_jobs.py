@@ -224,3 +224,38 @@ def wrapped(world, how):
 
     stage = PipelineStage(module, world.rank, world.size, torch.device("cpu"))
     return run(world, Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, prepare=prepare, timeout=60))
+
+
+class Twice(nn.Module):
+    """Two layers with one weight; every stage calls it by the same name."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up, self.down = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.down.weight = self.up.weight
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+def shared_inside(world):
+    """Each stage shares a weight of its own between two layers; returns losses of the engine and of the emulator."""
+
+    def loss(output, target):
+        return (output - target).square().mean()
+
+    stage = PipelineStage(Twice(world.rank), world.rank, world.size, torch.device("cpu"))
+    schedule = Schedule2BW(stage, M, loss, tiny.momentum, timeout=30)
+    parts = [Twice(rank) for rank in range(world.size)]
+    emulator = Emulator(stages=parts, n_microbatches=M, loss_fn=loss, optimizer=tiny.momentum)
+    losses, emulated = [], []
+    for group in range(GROUPS):
+        x, y = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(group)) * 0.5
+        found = []
+        last = world.rank == world.size - 1
+        schedule.step(*((x,) if world.rank == 0 else ()), **({"target": y, "losses": found} if last else {}))
+        losses += [each.item() for each in found]
+        emulated += [each.item() for each in emulator.step(x, y)]
+    schedule.drain()
+    return losses, emulated

@@ -37,3 +37,9 @@ def test_autocast_runs_and_stays_near(pool):
     found = pool.run("pipeline.model_jobs:wrapped", "autocast", ranks=2)[-1]["losses"]
     assert found == pytest.approx(plain, rel=0.05)
     assert found != plain
+
+
+def test_a_weight_shared_inside_each_stage_is_not_tied_to_the_next_stages(pool):
+    """The stages call it by the same name: it was overwritten with that of the first stage, and summed with it."""
+    losses, emulated = pool.run("pipeline.model_jobs:shared_inside", ranks=2)[-1]
+    assert losses == emulated

@@ -81,9 +81,12 @@ def check_sharding(presharded: bool, sharded: bool, data_group: ProcessGroup | N
 
 
 def named_ties(
-    tied: dict[str, str | Sequence[str]] | None, shared: list[list[str]], module: nn.Module
+    tied: dict[str, str | Sequence[str]] | None, shared: list[list[str]], module: nn.Module, stage: int
 ) -> dict[str, list[str]]:
     """Tied weights of this stage by name: those the user named, and those that were one Parameter.
+
+    What the user named is tied on every stage that names it. What was one Parameter is this stage's own affair: another
+    stage may use the same names for weights of its own.
 
     Frozen ones never change, so they need no tie; one that is frozen on some of its stages could not stay equal.
     """
@@ -100,7 +103,9 @@ def named_ties(
                     "train it on all of them."
                 )
     for group in (names for names in shared if trainable[names[0]]):
-        key = next((key for key, local in ties.items() if set(local) & set(group)), f"shared {group[0]}")
+        key = next(
+            (key for key, local in ties.items() if set(local) & set(group)), f"stage {stage}: {group[0]}"
+        )
         ties[key] = sorted({*ties.get(key, []), *group}, key=[*group, *ties.get(key, [])].index)
     return ties
 

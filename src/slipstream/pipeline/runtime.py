@@ -95,7 +95,7 @@ class Schedule2BW:
         self._depth = Depth(self._stage.index, self._stage.count, n_microbatches, in_flight, on_host)
         module = self._stage.module
         check_layers(module)
-        ties = named_ties(tied, split_shared(module), module)
+        ties = named_ties(tied, split_shared(module), module, self._stage.index)
         self._versions = Versions(module, self._synchronous, bank_dtype=bank_dtype, prepare=prepare)
         parameters = self._versions.master.parameters
         presharded = any(isinstance(p, DTensor) for p in parameters)
