@@ -140,6 +140,22 @@ def test_tied_weights_stay_equal_and_match_the_shared_parameter():
     assert emulator.master.embedding.weight is not emulator.master.head.weight
 
 
+def test_a_layer_that_is_used_twice_has_its_parameters_once():
+    layer = torch.nn.Linear(3, 3)
+    module = torch.nn.Sequential(layer, torch.nn.Tanh(), layer)
+    plain = copy.deepcopy(module)
+    emulator = Emulator(module, 1, lambda o, y: (o - y).square().mean(), tiny.momentum, "none", delay=0)
+    optimizer = tiny.momentum(plain)
+    for _ in range(3):
+        x, y = torch.randn(2, 4, 3)
+        loss = (plain(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert emulator.step(x, y) == [loss]
+    assert emulator.master[0] is emulator.master[2]
+
+
 def test_a_non_finite_group_is_skipped_counted_and_logged(caplog):
     model = tiny.Model(tied=False)
     emulator = Emulator(

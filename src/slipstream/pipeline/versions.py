@@ -164,8 +164,13 @@ def split_shared(module: nn.Module) -> list[list[str]]:
     whose order of summation would depend on where the model is cut.
     """
     names: dict[int, list[str]] = {}
+    places: set[tuple[int, str]] = set()
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        path, _, leaf = name.rpartition(".")
+        place = id(module.get_submodule(path)), leaf
+        if place not in places:  # a module that is used twice holds its parameters once
+            places.add(place)
+            names.setdefault(id(parameter), []).append(name)
     ties = [shared for shared in names.values() if len(shared) > 1]
     for shared in ties:
         original = module.get_parameter(shared[0])
