@@ -7,6 +7,7 @@ import torch
 
 from pipeline import reference, tiny
 from slipstream import Emulator, UserError
+from slipstream.errors import CheckpointError
 from slipstream.pipeline.state import merge_states
 
 M, GROUPS = 4, 12
@@ -351,6 +352,46 @@ def test_buffers_of_a_state_reach_the_banks():
     first.step(x, y)
     second.load_state_dict(first.state_dict())
     assert first.step(x, y) == second.step(x, y)
+
+
+class Places(torch.nn.Module):
+    """Keeps a table of places that grows with its input, as caches of positions do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1, 3), persistent=False)
+        self.head = torch.nn.Linear(3, 3)
+        torch.nn.init.ones_(self.head.weight)
+
+    def forward(self, x):
+        if len(self.table) < len(x):
+            self.table = torch.arange(len(x) * 3.0).view(-1, 3)
+        return self.head(x) + self.table[: len(x)]
+
+
+def test_a_cache_is_no_part_of_a_state():
+    """The master, which has not run, has an empty one: spread over that of a bank it changed the losses."""
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    emulator = Emulator(Places(), 2, lambda o, y: (o - y).square().mean(), tiny.momentum)
+    emulator.step(x, y)
+    state = emulator.state_dict()
+    assert not state["buffers"]
+    expected = emulator.step(x, y)
+    emulator.load_state_dict(state)
+    assert emulator.step(x, y) == expected
+
+
+def test_stages_that_share_names_have_no_state():
+    """One would be saved in the place of the other."""
+    emulator = Emulator(
+        stages=[torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)],
+        n_microbatches=1,
+        loss_fn=lambda o, y: (o - y).square().mean(),
+        optimizer=tiny.momentum,
+    )
+    emulator.step(torch.randn(4, 3), torch.randn(4, 3))
+    with pytest.raises(CheckpointError, match=r"both call a parameter 'weight'"):
+        emulator.state_dict()
 
 
 def test_a_buffer_that_the_forward_changes_is_refused():

@@ -44,6 +44,8 @@ def capture(updater: Updater) -> State:
     }
     for versions in updater.versions:
         owned = [(versions.names[i], versions.master.parameters[i], i) for i in versions.owned]
+        if twice := next((name for name, *_ in owned if name in state["master"]), None):
+            raise CheckpointError(_named_twice(twice, "master"))
         for name, parameter, index in owned:
             state["master"][name] = versions.master.weights[index]
             state["optimizer"][name] = dict(updater.optimizer.state.get(parameter, {}))
@@ -53,7 +55,7 @@ def capture(updater: Updater) -> State:
         for group, replica in versions.banks().items():
             bank = state["banks"].setdefault(str(group), {})
             bank.update({name: replica.weights[index] for name, _, index in owned})
-        state["buffers"].update(dict(versions.module.named_buffers()))
+        state["buffers"].update({name: versions.module.get_buffer(name) for name in versions.buffers})
     return state
 
 
@@ -71,9 +73,11 @@ def restore(updater: Updater, state: State) -> None:
         )
         versions.restore(_banks(versions, state))
         for module in (versions.module, *(replica.module for replica in versions.replicas)):
-            for name, buffer in module.named_buffers():
+            for (
+                name
+            ) in versions.buffers:  # a cache of before is as good as ever, and another one's need not fit
                 if name in state["buffers"]:
-                    buffer.copy_(state["buffers"][name])
+                    module.get_buffer(name).copy_(state["buffers"][name])
         for i in owned:
             memory = state.get("memory", {}).get(versions.names[i], {})
             updater.correction.remember(versions.master.weights[i], memory)
@@ -208,8 +212,12 @@ def merge_states(states: Sequence[State]) -> State:
 def _union(target: dict[str, Any], source: Mapping[str, Any], what: str) -> None:
     for name, value in source.items():
         if name in target and what != "buffers":
-            raise CheckpointError(
-                f"Two stages both call a parameter '{name}' ({what}), so their states cannot be joined. Give the "
-                "parameters global names: cut the stages from one model, or keep the full model's module tree."
-            )
+            raise CheckpointError(_named_twice(name, what))
         target[name] = value
+
+
+def _named_twice(name: str, what: str) -> str:
+    return (
+        f"Two stages both call a parameter '{name}' ({what}), so their states cannot be joined. Give the parameters "
+        "global names: cut the stages from one model, or keep the full model's module tree."
+    )

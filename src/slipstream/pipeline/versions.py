@@ -75,13 +75,14 @@ class Versions:
         self.delay = delay
         self.synchronous = synchronous
         self.names = [name for name, p in master.named_parameters() if p.requires_grad]
+        caches = _caches(master)  # here, under their own names: `prepare` may wrap layers
         copies = [copy.deepcopy(master) for _ in range(delay + 1)]
         self.replicas = [_replica(module, bank_dtype, prepare) for module in copies]
         self.master = _replica(master, None, prepare)
         self.owned = list(range(len(self.names)))  # fewer where the optimizer is sharded
         self._reading: dict[int, Replica] = {}
-        saved = master.state_dict()  # a buffer that is not in it is a cache
-        self._buffers = [name for name, _ in master.named_buffers() if name in saved]
+        self.buffers = [name for name, _ in master.named_buffers() if name not in caches]
+        self._unchecked = [name for name in self.buffers if name not in _caches(master)]
         for target in self.targets(0):
             copy_(target.replica.weights, self.master.weights)
 
@@ -97,8 +98,8 @@ class Versions:
         """The last backward of `group` is done: nothing of it reads its replica any more."""
         replica = self._reading.pop(group)
         replica.readers.discard(group)
-        refuse_changed_buffers(self._buffers, self.module, replica.module)
-        self._buffers = []  # the first group tells
+        refuse_changed_buffers(self._unchecked, self.module, replica.module)
+        self._unchecked = []  # the first group tells
 
     def targets(self, index: int) -> list[Target]:
         """Where z_index and b_index go, and note their readers. Called once for each index, in order."""
@@ -134,6 +135,12 @@ class Versions:
             replica.readers.add(group)
             self._reading[group] = replica
             copy_(replica.weights, weights)
+
+
+def _caches(module: nn.Module) -> set[str]:
+    """Buffers that the module itself does not save."""
+    saved = module.state_dict()
+    return {name for name, _ in module.named_buffers() if name not in saved}
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
