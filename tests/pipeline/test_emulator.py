@@ -255,6 +255,17 @@ def test_wrong_use_says_what_to_change():
         Emulator(model, M, tiny.loss_fn, tiny.adamw, correction="error_fedback")
 
 
+def test_an_optimizer_that_holds_what_is_not_the_masters_is_refused():
+    """A trained scale of the loss would step along the sum of all its gradients so far."""
+    scale = torch.nn.Parameter(torch.ones(()))
+
+    def optimizer(module):
+        return torch.optim.SGD([*module.parameters(), scale], lr=0.1)
+
+    with pytest.raises(UserError, match=r"holds 1 parameters that are not the master's"):
+        Emulator(tiny.Model(), M, lambda o, y: tiny.loss_fn(o, y) * scale, optimizer)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -16,6 +16,7 @@ from slipstream.distributed.device_group import SHARED, STAGED
 from slipstream.errors import UserError
 from slipstream.pipeline.torch_stage import StageInfo
 from slipstream.pipeline.transport import Spec
+from slipstream.torch_private import tree_map
 
 
 def check_arguments(
@@ -119,7 +120,7 @@ def as_message(output: Any) -> list[Tensor]:
 
 
 def detached(output: Any) -> Any:
-    return output.detach() if isinstance(output, Tensor) else tuple(detached(item) for item in output)
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
 
 
 def shapes(spec: Spec) -> str:

@@ -87,7 +87,7 @@ class Emulator:
         self._updater = Updater(
             self._versions, self.optimizer, build_correction(correction), max_grad_norm, peers
         )
-        check_covers(self.optimizer, names, self._updater.parameters)
+        check_covers(self.optimizer, self._module, names, self._updater.parameters)
         # Groups that do not read the newest weights can be queued before the host knows the norm.
         self._in_slack = all(delays) and any(p.is_cuda for p in self._updater.parameters)
         self.group = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,11 +38,13 @@ def split(args: tuple, kwargs: dict[str, Any], target: Any, count: int) -> list[
 
 
 def merged(outputs: Sequence[Any]) -> Any:
-    """The outputs of all microbatches as one batch."""
+    """The outputs of all microbatches as one batch, also where they are tuples, lists or dictionaries of tensors."""
     if isinstance(outputs[0], Tensor):
         return torch.cat(list(outputs)) if outputs[0].ndim else torch.stack(list(outputs))
-    if isinstance(outputs[0], tuple):
+    if isinstance(outputs[0], tuple | list):
         return tuple(merged([o[i] for o in outputs]) for i in range(len(outputs[0])))
+    if isinstance(outputs[0], Mapping):
+        return {key: merged([o[key] for o in outputs]) for key in outputs[0]}
     return list(outputs)
 
 

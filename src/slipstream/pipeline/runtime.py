@@ -119,7 +119,7 @@ class Schedule2BW:
             collapse(self._versions, self._peers.owned)
         self.optimizer = optimizer(module)
         owned = self._versions.owned
-        check_covers(self.optimizer, [names[i] for i in owned], [parameters[i] for i in owned])
+        check_covers(self.optimizer, module, [names[i] for i in owned], [parameters[i] for i in owned])
         self._updater = Updater(
             [self._versions], self.optimizer, build_correction(correction), max_grad_norm, self._peers
         )
@@ -215,7 +215,7 @@ class Schedule2BW:
         replica = self._versions.replica(group)
         more = index + 1 < self.n_microbatches
         inputs = list(args) if self._stage.first else self._links.receive_activations(group, index, more)
-        with self._trace.action(Kind.FORWARD, group, index, max(group - 1, 0)):
+        with self._trace.action(Kind.FORWARD, group, index, self._versions.reads(group).index):
             output = self._stage.route.run(replica.call, inputs, kwargs)
             loss = self._loss(output, target) if self._stage.last else None
         outputs = [loss] if loss is not None else as_message(output)
@@ -245,7 +245,7 @@ class Schedule2BW:
         else:
             roots = [output for output in outputs if output.requires_grad]
             grads = self._links.receive_gradients(group, index)
-        with self._trace.action(Kind.BACKWARD, group, index, max(group - 1, 0)):
+        with self._trace.action(Kind.BACKWARD, group, index, self._versions.reads(group).index):
             self._gradient_sync(replica, last=index + 1 == self.n_microbatches)
             if roots:
                 torch.autograd.backward(roots, grads)
@@ -380,6 +380,11 @@ class Schedule2BW:
         if self._failed is not None:
             raise UserError(
                 f"This schedule failed before ({self._failed}) and cannot go on. Make a new one and load a state."
+            )
+        if self._updater.in_hook:
+            raise UserError(
+                "after_update is called inside an update, which cannot wait for itself: take the state with capture() "
+                "there, and call step, drain, eval, state_dict and stopping outside."
             )
         try:
             yield

@@ -85,6 +85,7 @@ def restore(updater: Updater, state: State) -> None:
     updater.correction.load_state_dict(state["correction"])
     updater.completed = state["group"]
     updater.skipped = state["skipped"]
+    updater.forget()
 
 
 def _banks(versions: Versions, state: State) -> dict[int, list[Tensor]]:

@@ -69,11 +69,17 @@ class Updater:
         self.tally = Tally()
         self.heard: dict[int, Heard] = {}  # what all ranks told, by recent group
         self.after_update: Callable[[int], None] | None = None
+        self.in_hook = False  # while `after_update` runs, inside its update
         self.timing: Callable[[int], AbstractContextManager[None]] = lambda group: contextlib.nullcontext()
         self._pending: deque[_Transaction] = deque()
         self._values: dict[int, list[dict[str, Any]]] = {}
         self._own_keys: set[str] = set()  # keys of parameter groups that the optimizer itself changes
         mark_stepped(optimizer)
+
+    def forget(self) -> None:
+        """Drop what is known of recent groups: a state was loaded, and they may come again."""
+        self.grad_norms.clear()
+        self.heard.clear()
 
     def enter(self, group: int) -> None:
         """Group `group` enters: its update will use the hyperparameters of this moment."""
@@ -144,7 +150,11 @@ class Updater:
         yield from self._step_and_publish(group, grads, norm)
         self.completed = group + 1
         if self.after_update is not None:
-            self.after_update(group)
+            self.in_hook = True
+            try:
+                self.after_update(group)
+            finally:
+                self.in_hook = False
 
     def _correct_gradient(self, group: int, grads: Gradients) -> None:
         banks = [w for v in self.versions for w in v.replica(group).weights]
@@ -320,10 +330,19 @@ class _Turn:
             self._updater.finish(self._group - 1)
 
 
-def check_covers(optimizer: Optimizer, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
-    """Every trainable parameter must be the optimizer's, once, and nothing else may be."""
-    held = [id(p) for entry in optimizer.param_groups for p in entry["params"]]
-    missing = [name for name, p in zip(names, parameters, strict=True) if id(p) not in set(held)]
+def check_covers(
+    optimizer: Optimizer, module: nn.Module, names: Sequence[str], parameters: Sequence[nn.Parameter]
+) -> None:
+    """Every trainable parameter must be the optimizer's, and nothing that is not in the master may be."""
+    held = [p for entry in optimizer.param_groups for p in entry["params"]]
+    own, found = {id(p) for p in module.parameters()}, {id(p) for p in held}
+    foreign = [tuple(p.shape) for p in held if id(p) not in own]
+    if foreign:
+        raise UserError(
+            f"The optimizer holds {len(foreign)} parameters that are not the master's (shape {foreign[0]}). "
+            "No update would see their gradients: put what is trained (of a loss, say) into the stage's module."
+        )
+    missing = [name for name, p in zip(names, parameters, strict=True) if id(p) not in found]
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise UserError(

@@ -1,0 +1,87 @@
+"""The engine on one rank, in this process: what does not need a second stage to be seen."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from pipeline import tiny
+from slipstream import Schedule2BW, UserError
+from slipstream.schedule.actions import Kind
+
+M = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def schedule(module=None, loss_fn=None, **options):
+    stage = PipelineStage(module or nn.Linear(3, 3), 0, 1, torch.device("cpu"))
+    return Schedule2BW(stage, M, loss_fn or squared, tiny.momentum, **options)
+
+
+def squared(output, target):
+    return (output - target).square().mean()
+
+
+def batch(group=0):
+    x, y = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(group))
+    return x, y
+
+
+class Named(nn.Module):
+    """Returns a dictionary, or a list, as models from elsewhere do."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.head, self.kind = nn.Linear(3, 3), kind
+
+    def forward(self, x):
+        return {"out": self.head(x), "size": len(x)} if self.kind is dict else [self.head(x), x]
+
+
+@pytest.mark.parametrize(("kind", "key"), [(dict, "out"), (list, 0)])
+def test_outputs_in_a_container_come_back_as_one_batch(kind, key):
+    x, y = batch()
+    engine = schedule(Named(kind), lambda output, target: squared(output[key], target))
+    evaluated = engine.eval(x)
+    returned = engine.step(x, target=y, return_outputs=True)
+    torch.testing.assert_close(returned[key], evaluated[key])
+    assert returned[key].shape == x.shape
+    assert not returned[key].requires_grad
+
+
+def test_a_hook_that_would_wait_for_its_own_update_is_told_what_to_call():
+    engine = schedule()
+    engine.after_update = lambda group: engine.state_dict()
+    with pytest.raises(UserError, match=r"take the state with capture\(\)"):
+        engine.step(batch()[0], target=batch()[1])
+
+
+def test_spans_name_the_weights_that_were_read():
+    """Two flushed groups, then the delay of one: group 3 is the first to read what group 2 read."""
+    engine = schedule(synchronous=2)
+    engine.trace(True)
+    for group in range(5):
+        engine.step(batch(group)[0], target=batch(group)[1])
+    engine.drain()
+    actions = [span.action for span in engine.take_trace()]
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        versions = {action.group: action.version for action in actions if action.kind is kind}
+        assert versions == {0: 0, 1: 1, 2: 2, 3: 2, 4: 3}
+
+
+def test_a_loaded_state_knows_nothing_of_the_groups_after_it():
+    engine = schedule()
+    state = engine.state_dict()
+    for group in range(3):
+        engine.step(batch(group)[0], target=batch(group)[1])
+    engine.drain()
+    assert sorted(engine.grad_norms) == [0, 1, 2]
+    engine.load_state_dict(state)
+    assert not engine.grad_norms
