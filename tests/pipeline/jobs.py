@@ -148,6 +148,10 @@ def broken(world, case):
         step(world, schedule, 0) if first else schedule.step(torch.zeros(8))
     elif case == "frozen tie":
         build(world, frozen=True)
+    elif case == "lonely tie":
+        build(world, tied=False) if first else _tied_block(world, "layers.2.up.weight")
+    elif case == "unlike ties":
+        _tied_block(world, "layers.0.up.weight" if first else "layers.2.down.weight")
     elif case == "short batch":
         step(world, build(world), 0, rows=6)
     elif case == "no input":
@@ -161,6 +165,12 @@ def broken(world, case):
             schedule.drain()
         except UserError:
             step(world, schedule, 2)
+
+
+def _tied_block(world, name):
+    module = tiny.Model(*tiny.cut(world.rank, world.size), tied=False)
+    stage = PipelineStage(module, world.rank, world.size, torch.device("cpu"))
+    return Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, tied={"block": name}, timeout=20)
 
 
 def frozen(world):

@@ -102,6 +102,24 @@ def experts(world, sharded=False):
         return {name: p.detach().clone() for name, p in master.named_parameters()}
 
 
+def seeds(world, sharded):
+    """One stage on each data rank, each begun from a seed of its own."""
+    alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
+    torch.manual_seed(world.rank)
+    stage = PipelineStage(torch.nn.Linear(3, 3), 0, 1, torch.device("cpu"), group=alone)
+    schedule = Schedule2BW(
+        stage, 2, lambda output, target: (output - target).square().mean(), tiny.adamw,
+        data_group=dist.group.WORLD, shard_optimizer=sharded, timeout=30,
+    )  # fmt: skip
+    losses = []
+    for _ in range(3):
+        schedule.step(torch.ones(4, 3), target=torch.zeros(4, 3), losses=(found := []))
+        losses += [loss.item() for loss in found]
+    schedule.drain()
+    with schedule.gathered_master() as master:
+        return losses, master.weight.tolist()
+
+
 def _share(tensor, data_rank, degree):
     """This data rank's rows of each microbatch."""
     rows = [chunk.chunk(degree)[data_rank] for chunk in tensor.chunk(M)]

@@ -85,3 +85,10 @@ def test_an_expert_without_tokens_on_one_data_rank(pool, sharded):
     for found in pool.run("pipeline.mesh_jobs:experts", sharded, ranks=2):
         for name, weight in expected.items():
             assert (found[name] - weight).norm() / weight.norm() < 1e-6, name
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_data_ranks_begin_with_the_weights_of_the_first(pool, sharded):
+    """As under DDP. They kept their own, and trained two models."""
+    one, other = pool.run("pipeline.mesh_jobs:seeds", sharded, ranks=2)
+    assert one == other

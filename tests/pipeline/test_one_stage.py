@@ -85,3 +85,22 @@ def test_a_loaded_state_knows_nothing_of_the_groups_after_it():
     assert sorted(engine.grad_norms) == [0, 1, 2]
     engine.load_state_dict(state)
     assert not engine.grad_norms
+
+
+def test_weights_that_are_tied_by_name_begin_equal_on_one_stage_too():
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    engine = schedule(module, tied={"both": ["0.weight", "1.weight"]})
+    assert torch.equal(module[0].weight, module[1].weight)
+    for group in range(3):
+        engine.step(batch(group)[0], target=batch(group)[1])
+    engine.drain()
+    assert torch.equal(module[0].weight, module[1].weight)
+    assert not torch.equal(module[0].bias, module[1].bias)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"), [("0.weight", "none to tie it to"), (["0.weight", "0.bias"], "different shapes")]
+)
+def test_ties_that_cannot_be_are_refused(names, words):
+    with pytest.raises(UserError, match=words):
+        schedule(nn.Sequential(nn.Linear(3, 3)), tied={"both": names})

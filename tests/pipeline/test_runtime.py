@@ -173,6 +173,8 @@ def test_a_stop_asked_by_any_rank_reaches_all_at_one_group(pool):
         ("shapes", "Every microbatch must have the same shapes"),
         ("loss", "must return a scalar"),
         ("frozen tie", "this parameter is frozen"),
+        ("lonely tie", "on stage 1, and none to tie it to"),
+        ("unlike ties", r"different shapes: \(24, 12\) on stage 0, \(12, 24\) on stage 1"),
         ("target", "only the last stage does"),
         ("input", "only the first stage does"),
         ("short batch", "cannot be cut into 4 equal microbatches"),

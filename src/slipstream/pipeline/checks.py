@@ -5,7 +5,7 @@ Each check says what is wrong, the values seen, and what to change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -109,6 +109,20 @@ def named_ties(
         )
         ties[key] = sorted({*ties.get(key, []), *group}, key=[*group, *ties.get(key, [])].index)
     return ties
+
+
+def check_ties(stages: Sequence[Mapping[str, Sequence[tuple[int, ...]]]]) -> None:
+    """`stages`: of each stage, tied weight -> the shapes of the parameters that hold it there."""
+    for name in dict.fromkeys(name for held in stages for name in held):
+        found = [(stage, shape) for stage, held in enumerate(stages) for shape in held.get(name, ())]
+        if len(found) == 1:
+            raise UserError(
+                f"tied={{{name!r}: ...}} names one parameter, on stage {found[0][0]}, and none to tie it to. Give it "
+                "on every stage that holds the weight, with its name there."
+            )
+        if len({shape for _, shape in found}) > 1:
+            seen = ", ".join(f"{shape} on stage {stage}" for stage, shape in found)
+            raise UserError(f"tied={{{name!r}: ...}} names parameters of different shapes: {seen}.")
 
 
 def as_message(output: Any) -> list[Tensor]:

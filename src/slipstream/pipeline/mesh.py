@@ -21,7 +21,18 @@ from torch import Tensor
 from slipstream.errors import UserError
 from slipstream.lists import copy_, mul_
 from slipstream.pipeline.board import meet
-from slipstream.pipeline.peers import Gradients, Heard, Steps, Tally, Wait, hand_out, sum_present, to_host
+from slipstream.pipeline.checks import check_ties
+from slipstream.pipeline.peers import (
+    Gradients,
+    Heard,
+    Steps,
+    Tally,
+    Wait,
+    copy_first,
+    hand_out,
+    sum_present,
+    to_host,
+)
 from slipstream.pipeline.versions import local
 
 
@@ -57,7 +68,8 @@ class Mesh:
         sizes = [p.numel() for p in parameters]
         # What it takes to make a gradient, not the weights: a sharded master gives most of them back.
         self._forms = [(p.shape, p.dtype, p.device) for p in map(local, parameters)]
-        self.layout = _discover(sizes, ties, stage, stages, group, data_group)
+        shapes = {name: [tuple(parameters[i].shape) for i in indices] for name, indices in ties.items()}
+        self.layout = _discover(len(sizes), shapes, stage, stages, group, data_group)
         self._ties = ties
         # Two updates can be under way, and ranks need not agree which of "gather of g" and "reduce of g+1" comes
         # first: on one group that would deadlock, on two each keeps its own order.
@@ -165,17 +177,15 @@ class Mesh:
             if owner != self.layout.data_rank:
                 copy_(tensors, _unflattened(flat, tensors))
 
-    def broadcast_ties(self, weights: Sequence[Tensor]) -> None:
-        """At the start, give every holder of a tied weight the values of its first holder."""
+    def agree(self, weights: Sequence[Tensor]) -> None:
+        if self._degree > 1 and not self._presharded:
+            for weight in weights:
+                _broadcast(weight, self.layout.data_ranks[0], self._gathering)
         for name, indices in sorted(self._ties.items()):
-            first = weights[indices[0]]
             if name in self._tie_groups:
                 source = self.layout.pipeline_ranks[self.layout.holders[name][0]]
-                value = first.detach().clone()
-                dist.broadcast(value, source, group=self._tie_groups[name])
-                first.copy_(value)
-            for index in indices[1:]:
-                weights[index].copy_(first)
+                _broadcast(weights[indices[0]], source, self._tie_groups[name])
+            copy_first(weights, indices)
 
 
 def _numbers(layout: Layout) -> int:
@@ -184,24 +194,26 @@ def _numbers(layout: Layout) -> int:
 
 
 def _discover(
-    sizes: Sequence[int],
-    ties: dict[str, list[int]],
+    count: int,
+    ties: dict[str, list[tuple[int, ...]]],
     stage: int,
     stages: int,
     group: dist.ProcessGroup | None,
     data_group: dist.ProcessGroup | None,
 ) -> Layout:
+    """`ties`: tied weight -> the shapes of this stage's parameters that hold it."""
     told: list[Any] = [None] * stages
-    dist.all_gather_object(told, (stage, len(sizes), sorted(ties), dist.get_rank()), group=group)
-    told.sort()
+    dist.all_gather_object(told, (stage, count, ties, dist.get_rank()), group=group)
+    told.sort(key=lambda entry: entry[0])
     if [entry[0] for entry in told] != list(range(stages)):
         raise UserError(
             f"The ranks of this pipeline hold stages {[entry[0] for entry in told]}, not 0 to {stages - 1}."
         )
     holders: dict[str, list[int]] = {}
-    for index, _, names, _ in told:
-        for name in names:
+    for index, _, held, _ in told:
+        for name in held:
             holders.setdefault(name, []).append(index)
+    check_ties([held for _, _, held, _ in told])
     data_ranks = [dist.get_rank()] if data_group is None else dist.get_process_group_ranks(data_group)
     return Layout(
         stage=stage,
@@ -252,6 +264,12 @@ def _owners(sizes: Sequence[int], tied: set[int], degree: int) -> list[int]:
         owner[index] = 0 if index in tied else loads.index(min(loads))
         loads[owner[index]] += sizes[index]
     return owner
+
+
+def _broadcast(weight: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+    value = weight.detach().contiguous()
+    dist.broadcast(value, source, group=group)
+    weight.copy_(value)
 
 
 def _flattened(tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:

@@ -81,6 +81,10 @@ class Peers(Protocol):
         """Complete a bank of which each owner has written its part."""
         ...
 
+    def agree(self, weights: Sequence[Tensor]) -> None:
+        """At the start, give tied weights and data ranks the values of the first of them."""
+        ...
+
 
 class Alone:
     """One process that holds the whole model. `ties`: lists of indices of parameters that are one weight."""
@@ -105,6 +109,16 @@ class Alone:
 
     def gather(self, weights: Sequence[Tensor]) -> Steps:
         yield from ()
+
+    def agree(self, weights: Sequence[Tensor]) -> None:
+        for tie in self.ties:
+            copy_first(weights, tie)
+
+
+def copy_first(weights: Sequence[Tensor], tie: Sequence[int]) -> None:
+    """To each of the tied weights the values of the first."""
+    for index in tie[1:]:
+        weights[index].copy_(weights[tie[0]])
 
 
 def sum_present(tensors: Sequence[Tensor | None]) -> Tensor | None:

@@ -29,6 +29,7 @@ from slipstream.pipeline.checks import (
     check_arguments,
     check_inputs,
     check_sharding,
+    check_ties,
     detached,
     named_ties,
     shapes,
@@ -103,6 +104,7 @@ class Schedule2BW:
         names = self._versions.names
         indices = {key: [names.index(name) for name in local] for key, local in ties.items()}
         if self._stage.count == 1 and data_group is None:
+            check_ties([{key: [tuple(parameters[i].shape) for i in held] for key, held in indices.items()}])
             self._peers: Alone | Mesh = Alone(len(names), list(indices.values()))
         else:
             self._peers = Mesh(
@@ -110,9 +112,8 @@ class Schedule2BW:
                 stage=self._stage.index, stages=self._stage.count, group=self._stage.group,
                 data_group=data_group, sharded=shard_optimizer, presharded=presharded, timeout_seconds=timeout,
             )  # fmt: skip
-            self._peers.broadcast_ties(self._versions.master.weights)
-            for bank in self._versions.banks().values():
-                self._peers.broadcast_ties(bank.weights)
+        self._peers.agree(self._versions.master.weights)
+        self._versions.spread()
         self._sharded = shard_optimizer
         if shard_optimizer:
             self._versions.owned = self._peers.owned

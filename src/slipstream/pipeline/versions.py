@@ -83,8 +83,13 @@ class Versions:
         self._reading: dict[int, Replica] = {}
         self.buffers = [name for name, _ in master.named_buffers() if name not in caches]
         self._unchecked = [name for name in self.buffers if name not in _caches(master)]
-        for target in self.targets(0):
-            copy_(target.replica.weights, self.master.weights)
+        self.targets(0)
+        self.spread()
+
+    def spread(self) -> None:
+        """Before the first group: every replica as the master is."""
+        for replica in self.replicas:
+            copy_(replica.weights, self.master.weights)
 
     def reads(self, group: int) -> Read:
         """What `group` reads: the master or the bank of an index."""
