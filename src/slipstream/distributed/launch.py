@@ -24,9 +24,9 @@ from slipstream.errors import StageError, UserError
 
 Function = str | Callable[..., Any]  # "module:qualname", or an importable function
 
-# How long the ranks that did not fail first are given to end by themselves and say what they saw.
 # How gloo and sockets tell of a peer that left.
 LOST_CONNECTION = ("Connection", "not connected", "closed by the other end", "Broken pipe")
+# How long the ranks that did not fail first are given to end by themselves and say what they saw.
 GRACE_SECONDS = 10.0
 AT_ONCE_SECONDS = 0.2  # a terminal, or `timeout`, signals a whole group: two requests at once are one
 
