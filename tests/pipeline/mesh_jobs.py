@@ -109,14 +109,16 @@ def seeds(world, sharded):
     stage = PipelineStage(torch.nn.Linear(3, 3), 0, 1, torch.device("cpu"), group=alone)
     schedule = Schedule2BW(
         stage, 2, lambda output, target: (output - target).square().mean(), tiny.adamw,
-        data_group=dist.group.WORLD, shard_optimizer=sharded, timeout=30,
+        data_group=dist.group.WORLD, shard_optimizer=sharded, in_flight=3, timeout=30,
     )  # fmt: skip
     losses = []
     for _ in range(3):
         schedule.step(torch.ones(4, 3), target=torch.zeros(4, 3), losses=(found := []))
         losses += [loss.item() for loss in found]
-    schedule.drain()
+    if not sharded:
+        schedule.drain()
     with schedule.gathered_master() as master:
+        assert schedule.completed == schedule.group, "a gathered master is drained"
         return losses, master.weight.tolist()
 
 

@@ -226,6 +226,33 @@ def wrapped(world, how):
     return run(world, Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, prepare=prepare, timeout=60))
 
 
+def bare(world):
+    """The middle stage of three has no parameters at all."""
+
+    def parts():
+        torch.manual_seed(1)
+        return [nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)]
+
+    def loss(output, target):
+        return (output - target).square().mean()
+
+    stage = PipelineStage(parts()[world.rank], world.rank, world.size, torch.device("cpu"))
+    schedule = Schedule2BW(stage, M, loss, tiny.adamw, max_grad_norm=0.5, timeout=30)
+    emulator = Emulator(nn.Sequential(*parts()), M, loss, tiny.adamw, max_grad_norm=0.5)
+    losses, emulated = [], []
+    for group in range(GROUPS):
+        x, y = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(group))
+        found = []
+        last = world.rank == world.size - 1
+        schedule.step(*((x,) if world.rank == 0 else ()), **({"target": y, "losses": found} if last else {}))
+        losses += [each.item() for each in found]
+        emulated += [each.item() for each in emulator.step(x, y)]
+        if group == 2:
+            schedule.load_state_dict(schedule.state_dict())
+    schedule.drain()
+    return losses, emulated
+
+
 class Twice(nn.Module):
     """Two layers with one weight; every stage calls it by the same name."""
 

@@ -43,3 +43,8 @@ def test_a_weight_shared_inside_each_stage_is_not_tied_to_the_next_stages(pool):
     """The stages call it by the same name: it was overwritten with that of the first stage, and summed with it."""
     losses, emulated = pool.run("pipeline.model_jobs:shared_inside", ranks=2)[-1]
     assert losses == emulated
+
+
+def test_a_stage_without_parameters(pool):
+    losses, emulated = pool.run("pipeline.model_jobs:bare", ranks=3)[-1]
+    assert losses == emulated

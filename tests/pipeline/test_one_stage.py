@@ -8,6 +8,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from pipeline import tiny
 from slipstream import Schedule2BW, UserError
+from slipstream.pipeline.peers import Alone
 from slipstream.schedule.actions import Kind
 
 M = 2
@@ -104,3 +105,31 @@ def test_weights_that_are_tied_by_name_begin_equal_on_one_stage_too():
 def test_ties_that_cannot_be_are_refused(names, words):
     with pytest.raises(UserError, match=words):
         schedule(nn.Sequential(nn.Linear(3, 3)), tied={"both": names})
+
+
+class Slow(Alone):
+    """Hears of the norm only when an update is waited for, as where another stage is late."""
+
+    def exchange(self, squares, tally):
+        yield self
+        return (yield from super().exchange(squares, tally))
+
+    def is_completed(self):
+        return False
+
+    def wait(self):
+        pass
+
+
+def test_a_captured_state_has_the_rates_of_its_next_group_whenever_the_update_ran():
+    """A later group may have entered since: a run that went on from the state began with that group's rate."""
+    engine = schedule()
+    engine._updater.peers = Slow(2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda group: 1 / (1 + group))
+    captured = {}
+    engine.after_update = lambda group: captured.update({group: engine.capture()["hyper"]["weight"]["lr"]})
+    for group in range(5):
+        engine.step(batch(group)[0], target=batch(group)[1])
+        scheduler.step()
+    assert captured == pytest.approx({group: 0.05 / (2 + group) for group in range(3)})
+    assert engine.state_dict()["hyper"]["weight"]["lr"] == pytest.approx(0.05 / 6)

@@ -44,7 +44,7 @@ from slipstream.pipeline.sharding import collapse, materialised
 from slipstream.pipeline.torch_stage import read_stage
 from slipstream.pipeline.trace import Trace
 from slipstream.pipeline.transport import Spec, spec_of
-from slipstream.pipeline.update import Updater, check_covers
+from slipstream.pipeline.update import Updater, check_covers, no_optimizer
 from slipstream.pipeline.versions import Prepare, Replica, Versions, check_layers, split_shared
 from slipstream.schedule.actions import Kind
 from slipstream.schedule.timeline import Span
@@ -118,7 +118,8 @@ class Schedule2BW:
         if shard_optimizer:
             self._versions.owned = self._peers.owned
             collapse(self._versions, self._peers.owned)
-        self.optimizer = optimizer(module)
+        # Torch's optimizers refuse to be made of nothing.
+        self.optimizer = optimizer(module) if any(True for _ in module.parameters()) else no_optimizer()
         owned = self._versions.owned
         check_covers(self.optimizer, module, [names[i] for i in owned], [parameters[i] for i in owned])
         self._updater = Updater(
@@ -290,16 +291,18 @@ class Schedule2BW:
         if self._sharded:
             raise UserError(
                 "The optimizer is sharded: no rank holds the whole master. Use `with schedule.gathered_master() as "
-                "module`, on all data ranks together."
+                "module`, on all ranks together."
             )
         return self._versions.module
 
     @contextlib.contextmanager
     def gathered_master(self) -> Iterator[nn.Module]:
-        """The whole master, gathered from its owners where the optimizer is sharded."""
+        """The whole master, gathered from its owners where the optimizer is sharded: on all ranks together, as it
+        drains (an update that is under way on one data rank would take its gather for that of another's bank)."""
         if not self._sharded:
             yield self._versions.module
             return
+        self.drain()
         with materialised(self._versions, self._peers):
             yield self._versions.module
 

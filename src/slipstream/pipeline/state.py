@@ -38,8 +38,8 @@ def capture(updater: Updater) -> State:
         "correction": updater.correction.state_dict(),
     }
     hyper = {
-        id(p): {key: value for key, value in entry.items() if key != "params"}
-        for entry in updater.optimizer.param_groups
+        id(p): values
+        for entry, values in zip(updater.optimizer.param_groups, updater.hyperparameters(), strict=True)
         for p in entry["params"]
     }
     for versions in updater.versions:

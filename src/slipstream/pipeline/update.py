@@ -72,7 +72,8 @@ class Updater:
         self.in_hook = False  # while `after_update` runs, inside its update
         self.timing: Callable[[int], AbstractContextManager[None]] = lambda group: contextlib.nullcontext()
         self._pending: deque[_Transaction] = deque()
-        self._values: dict[int, list[dict[str, Any]]] = {}
+        self._values: dict[int, list[dict[str, Any]]] = {}  # hyperparameters by group, corrected
+        self._entered: dict[int, list[dict[str, Any]]] = {}  # as they were given
         self._own_keys: set[str] = set()  # keys of parameter groups that the optimizer itself changes
         mark_stepped(optimizer)
 
@@ -83,12 +84,17 @@ class Updater:
 
     def enter(self, group: int) -> None:
         """Group `group` enters: its update will use the hyperparameters of this moment."""
-        values = [
-            {key: _frozen(value) for key, value in entry.items() if key != "params"}
-            for entry in self.optimizer.param_groups
+        self._entered[group] = [_frozen(entry) for entry in self.optimizer.param_groups]
+        self._values[group] = [dict(entry) for entry in self._entered[group]]
+        self.correction.hyperparameters(group, self._values[group])
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Those of the next group to be updated, by parameter group; those of now if it has not entered."""
+        given = self._entered.get(self.completed, [{}] * len(self.optimizer.param_groups))
+        return [
+            {**_frozen(entry), **{key: value for key, value in kept.items() if key not in self._own_keys}}
+            for entry, kept in zip(self.optimizer.param_groups, given, strict=True)
         ]
-        self.correction.hyperparameters(group, values)
-        self._values[group] = values
 
     def begin(self, group: int, grads: Gradients) -> None:
         """The last backward of `group` is done; `grads` now belong to its update."""
@@ -203,6 +209,7 @@ class Updater:
             with self.timing(group):
                 self._publish(group, targets, previous, finite)
         self._values.pop(group)
+        self._entered.pop(group)
         torch.clear_autocast_cache()  # of a caller under autocast: its casts are of the weights before
         for index in self.peers.owned:
             self.parameters[index].grad = None
@@ -330,6 +337,11 @@ class _Turn:
             self._updater.finish(self._group - 1)
 
 
+def no_optimizer() -> Optimizer:
+    """The optimizer of a stage that has no parameters: something for a scheduler of the learning rate to turn."""
+    return torch.optim.SGD([{"params": []}])
+
+
 def check_covers(
     optimizer: Optimizer, module: nn.Module, names: Sequence[str], parameters: Sequence[nn.Parameter]
 ) -> None:
@@ -359,8 +371,13 @@ def _sum(squared: Sequence[float]) -> float:
         return math.nan
 
 
-def _frozen(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def _frozen(entry: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a parameter group, as they are now."""
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in entry.items()
+        if key != "params"
+    }
 
 
 def _same(one: Any, other: Any) -> bool:
