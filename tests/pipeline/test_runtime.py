@@ -187,6 +187,13 @@ def test_wrong_use_says_what_to_change(pool, case, message):
         pool.run("pipeline.jobs:broken", case, ranks=2, timeout=60)
 
 
+def test_a_temporary_folder_of_any_name_will_do(pool, tmp_path):
+    folder = tmp_path / ("job" * 30)
+    folder.mkdir()
+    expected = pool.run("pipeline.jobs:train", range(3), ranks=2)[-1]["losses"]
+    assert pool.run("pipeline.jobs:far_down", str(folder), ranks=2)[-1] == expected
+
+
 def test_groups_that_would_wait_in_a_circle_are_refused():
     for stages, backend, eager in [(4, "nccl", False), (2, "nccl", True), (4, "gloo", True)]:
         check_connections(stages, backend, eager)

@@ -18,7 +18,6 @@ Where CUDA IPC cannot be had the same group sends through shared host memory: `s
 from __future__ import annotations
 
 import base64
-import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -30,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.distributed.ring import Door, RingReader, RingWriter
+from slipstream.distributed.ring import Door, RingReader, RingWriter, socket_folder
 from slipstream.distributed.slots import DeviceSlots, HostSlots, SlotMaker
 from slipstream.torch_private import serve_with
 
@@ -100,7 +99,7 @@ class DeviceGroup(dist.ProcessGroup):
         self.timeout_seconds = timeout.total_seconds()
         self._maker = maker
         self._carried = carried
-        self._folder = tempfile.TemporaryDirectory(prefix="slipstream-")
+        self._folder = socket_folder()
         self._door = Door(self._folder.name)
         self._writers: dict[int, RingWriter] = {}
         self._readers: dict[int, RingReader] = {}

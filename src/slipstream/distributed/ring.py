@@ -13,6 +13,7 @@ import contextlib
 import os
 import select
 import socket
+import tempfile
 from collections import deque
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from slipstream.distributed.slots import SlotMaker, Slots
 LEAST_SLOTS, MOST_SLOTS = 4, 128
 LEAST_BYTES = 1 << 20
 _PACKET_BYTES = 1 << 17
+MOST_FOLDER_BYTES = 80  # of the folder in which `socket_folder` makes one
 _MEMORY, _FILLED, _EMPTIED = b"R", b"M", b"F"
 
 
@@ -152,6 +154,17 @@ def hung_up(wire: socket.socket) -> bool:
     poll = select.poll()
     poll.register(wire, select.POLLRDHUP)
     return any(event & (select.POLLRDHUP | select.POLLHUP | select.POLLERR) for _, event in poll.poll(0))
+
+
+def socket_folder() -> tempfile.TemporaryDirectory[str]:
+    """A new folder, this user's only, for a socket of a short name.
+
+    The address of a unix socket has room for 107 bytes, and the temporary folder of a cluster's job may take them all.
+    """
+    usual = tempfile.gettempdir()
+    return tempfile.TemporaryDirectory(
+        prefix="slipstream-", dir=usual if len(os.fsencode(usual)) <= MOST_FOLDER_BYTES else "/tmp"
+    )
 
 
 class Door:

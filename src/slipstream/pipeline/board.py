@@ -12,13 +12,13 @@ import contextlib
 import os
 import select
 import socket
-import tempfile
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.distributed.ring import socket_folder
 from slipstream.errors import StageError
 
 MOST_RANKS = 32
@@ -110,7 +110,7 @@ def meet(group: dist.ProcessGroup, size: int, timeout_seconds: float) -> Board |
     if len(ranks) > MOST_RANKS or size * 8 > MOST_BYTES or not hasattr(socket, "SOCK_SEQPACKET"):
         return None
     sockets: dict[int, socket.socket] = {}
-    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder, _packet_socket() as listener:
+    with socket_folder() as folder, _packet_socket() as listener:
         path = os.path.join(folder, "board")
         listener.bind(path)
         listener.listen(len(ranks))

@@ -12,12 +12,12 @@ import mmap
 import os
 import select
 import socket
-import tempfile
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from slipstream.distributed.ring import socket_folder
 from slipstream.pipeline.peers import Wait
 from slipstream.pipeline.transport import Channel, Link, Spec, TensorSpec, broken, differentiable
 
@@ -92,7 +92,7 @@ def accept(
 ) -> tuple[SharedChannel, SharedChannel] | None:
     """From the stage behind: listen, tell where, and take the memory the stage before sends."""
     with (
-        tempfile.TemporaryDirectory(prefix="slipstream-") as folder,
+        socket_folder() as folder,
         socket.socket(socket.AF_UNIX) as listener,
     ):
         path = os.path.join(folder, "link")
