@@ -1,5 +1,6 @@
 """The emulator against rule 1, written down independently."""
 
+import contextlib
 import copy
 
 import pytest
@@ -253,6 +254,19 @@ def test_wrong_use_says_what_to_change():
         Emulator(None, M, tiny.loss_fn, tiny.adamw)
     with pytest.raises(UserError, match="error_feedback"):
         Emulator(model, M, tiny.loss_fn, tiny.adamw, correction="error_fedback")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_evaluation_leaves_each_layer_in_its_mode(fails):
+    def loss(output, target):
+        return output.missing if fails else (output - target).square().mean()
+
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5))
+    module[1].eval()
+    emulator = Emulator(module, 1, loss, tiny.momentum)
+    with contextlib.suppress(AttributeError):
+        emulator.eval(torch.randn(4, 3), torch.randn(4, 3))
+    assert [part.training for part in module] == [True, False]
 
 
 def test_an_optimizer_that_holds_what_is_not_the_masters_is_refused():

@@ -27,7 +27,7 @@ from slipstream.pipeline.graphs import Graphs, Recorder, check_current
 from slipstream.pipeline.microbatches import Microbatch, as_predicate, check_loss, merged, split
 from slipstream.pipeline.peers import Alone, Gradients
 from slipstream.pipeline.update import Updater, check_covers
-from slipstream.pipeline.versions import Prepare, Replica, Versions, check_layers, split_shared
+from slipstream.pipeline.versions import Prepare, Replica, Versions, check_layers, evaluating, split_shared
 
 OptimizerFactory = Callable[[nn.Module], Optimizer]
 
@@ -179,14 +179,11 @@ class Emulator:
     def eval(self, x: Any, y: Any = None, **kwargs: Any) -> list[Tensor] | list[Any]:
         """Losses (or, with no target, outputs) of the m microbatches at the master, without gradients."""
         self._updater.finish_all()
-        was_training = self._module.training
-        self._module.eval()
         results: list[Any] = []
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(self._module):
             for args, options, target in split((x,), kwargs, y, self.n_microbatches):
                 output = _through([versions.master.call for versions in self._versions], args, options)
                 results.append(output if target is None else self.loss_fn(output, target).detach())
-        self._module.train(was_training)
         return results if y is not None else [merged(results)]
 
     def drain(self) -> None:

@@ -45,7 +45,7 @@ from slipstream.pipeline.torch_stage import read_stage
 from slipstream.pipeline.trace import Trace
 from slipstream.pipeline.transport import Spec, spec_of
 from slipstream.pipeline.update import Updater, check_covers, no_optimizer
-from slipstream.pipeline.versions import Prepare, Replica, Versions, check_layers, split_shared
+from slipstream.pipeline.versions import Prepare, Replica, Versions, check_layers, evaluating, split_shared
 from slipstream.schedule.actions import Kind
 from slipstream.schedule.timeline import Span
 
@@ -188,11 +188,8 @@ class Schedule2BW:
         """
         microbatches = self._cut(args, kwargs, target, losses)
         self.drain()
-        module = self._versions.module
-        was_training = module.training
-        module.eval()
         results = []
-        with self._guarded(), torch.no_grad(), self.gathered_master():
+        with self._guarded(), torch.no_grad(), self.gathered_master() as module, evaluating(module):
             spec = None
             for index, microbatch in enumerate(microbatches):
                 spec = self._links.exchange_evaluation_spec(index, spec)
@@ -204,7 +201,6 @@ class Schedule2BW:
                 else:
                     self._links.send_evaluation(index, as_message(output))
             self._links.finish_sends()
-        module.train(was_training)
         if not self._stage.last:
             return None
         if losses is not None:

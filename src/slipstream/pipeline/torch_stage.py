@@ -64,7 +64,7 @@ class _TracedRoute(Route):
             outputs = call(*message, **kwargs)
         else:
             known = dict(zip(self._incoming, message, strict=True))
-            outputs = call(*(known[value] for value in self._arguments if value is not None))
+            outputs = call(*(known[value] for value in self._arguments if value is not None), **kwargs)
         if not self._outgoing:
             return outputs
         made = outputs if isinstance(outputs, tuple | list) else (outputs,)

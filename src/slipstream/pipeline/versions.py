@@ -9,8 +9,9 @@ backward, so `delay + 1` replicas are enough.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -167,6 +168,18 @@ def _replica(module: nn.Module, bank_dtype: torch.dtype | None, prepare: Prepare
     call = _prepared(module, prepare)
     parameters = _trainable(module)
     return Replica(module, call, parameters, [local(p) for p in parameters])
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Inside, `module` is in evaluation mode; afterwards each of its parts is in the mode it was in."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
 def split_shared(module: nn.Module) -> list[list[str]]:
