@@ -87,6 +87,18 @@ def test_a_full_disk_is_said_in_one_line(capsys, monkeypatch):
     )
 
 
+def test_a_setting_that_is_written_as_an_option_is_told_how(capsys):
+    assert exit_code(["train", "--steps", "10"]) == 2
+    assert "train.steps=VALUE" in capsys.readouterr().err
+
+
+def test_dry_run_shows_what_the_optimizer_will_have(capsys):
+    assert exit_code(["train", "--dry-run", "model.preset=llama-42m", "optim.momentum=0.9"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("# optimizer: "))
+    assert line.startswith("# optimizer: muon, lr 0.002, weight_decay 0.1, momentum 0.9,")
+    assert "adamw_lr 0.002" in line
+
+
 def test_dry_run_prints_a_run_that_can_be_started(capsys, tmp_path):
     assert exit_code(["train", "--dry-run", "optim.lr=3e-4", "pipeline.stages=4"]) == 0
     printed = capsys.readouterr().out

@@ -80,12 +80,12 @@ def test_against_the_papers_formulas(name):
     matrices = {id(p) for p in split_parameters(module)[0]}
     for key, parameter in module.named_parameters():
         history = [step[key] for step in grads]
-        if id(parameter) not in matrices and RECIPES[name].for_matrices:
+        if id(parameter) not in matrices and RECIPES[name].known.for_matrices:
             rest = {"lr": RECIPES[name].defaults["adamw_lr"] or 0.05, "betas": (0.9, 0.95), "eps": 1e-8}
             want = references.adamw(start[key], history, weight_decay=0.0, **rest)
         elif id(parameter) not in matrices:
             want = expected(name, {**settings, "weight_decay": 0.0}, start[key], history)
-        elif parameter.ndim == 3 and RECIPES[name].for_matrices and name not in ("soap", "mars"):
+        elif parameter.ndim == 3 and RECIPES[name].known.for_matrices and name not in ("soap", "mars"):
             each = [expected(name, settings, start[key][e], [g[e] for g in history]) for e in range(3)]
             want = torch.stack(each)
         elif name == "soap" and parameter.shape != (6, 6):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from slipstream import optimizers
 from slipstream.errors import UserError
 from slipstream.optim import (
     CORRECTIONS,
@@ -250,6 +251,10 @@ def test_error_feedback_writes_into_the_dying_bank():
     assert bank.data_ptr() == where
     assert torch.equal(bank, torch.tensor([2.0, 0.0]))
     assert torch.equal(new, torch.tensor([1.5, 1.0]))
+
+
+def test_a_run_may_name_every_correction_there_is():
+    assert list(CORRECTIONS) == list(optimizers.CORRECTIONS)
 
 
 @pytest.mark.parametrize("name", sorted(CORRECTIONS))

@@ -70,4 +70,4 @@ def test_the_docs_list_every_optimizer_with_its_defaults():
     for name, recipe in RECIPES.items():
         own = {k: v for k, v in recipe.defaults.items() if not k.startswith("adamw_") and v is not None}
         defaults = ", ".join(f"{key} {value}" for key, value in own.items())
-        assert f"| `{name}` | {defaults} | {recipe.source} |" in page, name
+        assert f"| `{name}` | {defaults} | {recipe.known.source} |" in page, name

@@ -14,7 +14,7 @@ from slipstream.errors import UserError
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})  # `parse` has a better word for them
 def train(
     arguments: list[str] = typer.Argument(
         None, metavar="[RUN.TOML] [KEY=VALUE]...", help="A run and overrides."
@@ -43,6 +43,10 @@ def train(
 
 def parse(arguments: list[str]) -> Config:
     """The first argument without a '=' is the file; the rest are overrides."""
+    for text in (text for text in arguments if text.startswith("-")):
+        name = text.lstrip("-").partition("=")[0].replace("-", "_")
+        near = [key for key in keys() if name in (key, key.rpartition(".")[2])] or ["KEY"]
+        raise UserError(f"There is no option {text}. Settings are written KEY=VALUE: {near[0]}=VALUE.")
     # os.path: a value may be longer than any file name, which pathlib raises an error about.
     files = [text for text in arguments if "=" not in text or os.path.isfile(text)]
     overrides = [text for text in arguments if text not in files]

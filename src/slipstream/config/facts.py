@@ -5,6 +5,7 @@ from __future__ import annotations
 from slipstream.config.resolve import model_config, updates
 from slipstream.config.settings import Config
 from slipstream.models.sizes import active_parameters, flops_per_token, parameters
+from slipstream.optimizers import OPTIMIZERS
 
 
 def facts(config: Config) -> dict[str, str]:
@@ -21,7 +22,27 @@ def facts(config: Config) -> dict[str, str]:
         "training FLOPs": f"{flops * total_tokens:.3g} ({flops:.3g} per token)",
         "processes": f"{pipeline.stages * pipeline.data_ranks} "
         f"({pipeline.stages} stages x {pipeline.data_ranks} data ranks)",
+        "optimizer": _optimizer(config),
         "warm-up": f"{updates(config.optim.warmup, train.steps)} updates",
         "flushed updates": f"{updates(config.optim.sync_start, train.steps)} at the start, "
         f"{updates(config.optim.sync_finish, train.steps)} at the end",
     }
+
+
+def _optimizer(config: Config) -> str:
+    """With every option it will have: those of the run, and its own defaults for the others."""
+    optim = config.optim
+    own = {key: getattr(optim, key) for key in ("lr", "weight_decay", "adamw_lr", "betas", "momentum")}
+    given = {key: value for key, value in (own | optim.options).items() if value is not None}
+    options = {**OPTIMIZERS[optim.name].options, **given}
+    if options.get("adamw_lr", ...) is None:
+        options["adamw_lr"] = options["lr"]
+    return ", ".join(
+        [optim.name, *(f"{key} {_plain(value)}" for key, value in options.items() if value is not None)]
+    )
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return "/".join(map(_plain, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -120,7 +120,7 @@ def _near_value(item: Any) -> str:
 
 def _unknown(key: str) -> str:
     known = list(keys())
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.65)
     if not near:  # a bare name: the key of that name in whichever section has it
         near = [full for full in known if full.rpartition(".")[2] == key.rpartition(".")[2]][:1]
     hint = f" Did you mean {near[0]}?" if near else ""

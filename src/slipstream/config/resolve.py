@@ -12,6 +12,7 @@ from typing import Any
 from slipstream.config.settings import Config, ModelSettings
 from slipstream.errors import ConfigError
 from slipstream.models.sizes import PRESETS, ModelConfig
+from slipstream.optimizers import CORRECTIONS, OPTIMIZERS, unknown
 
 # Learning rates found by sweeps on the embedded corpus; elsewhere the optimizer's own default holds.
 TUNED_LR = {("cpu-default", "muon"): 0.01}
@@ -113,20 +114,21 @@ def _optim(config: Config, problems: list[str]) -> dict[str, Any]:
     correction = optim.correction
     if correction is None:
         correction = "error_feedback" if delayed else "none"
+    if optim.name not in OPTIMIZERS:
+        problems.append("optim.name: " + unknown("optimizer", optim.name, OPTIMIZERS))
+    if correction not in CORRECTIONS and ":" not in correction:  # with a colon: the place of a class
+        problems.append("optim.correction: " + unknown("correction", correction, CORRECTIONS))
     if not delayed:
         if correction != "none":
             problems.append(
-                f"optim.correction = '{correction}' cannot take effect: pipeline.schedule = "
-                f"'{pipeline.schedule}' with delay {0 if config.synchronous else pipeline.delay} has no "
-                "delay to "
-                "correct. Set optim.correction=none, or pipeline.schedule=2bw."
+                f"optim.correction = '{correction}' cannot take effect: pipeline.schedule = '{pipeline.schedule}' "
+                f"with delay {0 if config.synchronous else pipeline.delay} has no delay to correct. Set "
+                "optim.correction=none, or pipeline.schedule=2bw."
             )
         if optim.sync_start or optim.sync_finish:
             problems.append(
-                f"optim.sync_start = {optim.sync_start} and optim.sync_finish = {optim.sync_finish} cannot "
-                "take "
-                f"effect: every update of pipeline.schedule = '{pipeline.schedule}' is flushed. Set them "
-                "to 0."
+                f"optim.sync_start = {optim.sync_start} and optim.sync_finish = {optim.sync_finish} cannot take "
+                f"effect: every update of pipeline.schedule = '{pipeline.schedule}' is flushed. Set them to 0."
             )
     if correction in ("none", "lr_scaling") and optim.correction_lambda is not None:
         without = "without a correction" if correction == "none" else "with optim.correction=lr_scaling"
@@ -136,8 +138,7 @@ def _optim(config: Config, problems: list[str]) -> dict[str, Any]:
         )
     if config.model.init_from is not None and "name" not in optim.model_fields_set:
         problems.append(
-            "model.init_from needs optim.name named explicitly: Muon on weights pretrained with Adam is "
-            "known to "
+            "model.init_from needs optim.name named explicitly: Muon on weights pretrained with Adam is known to "
             "degrade them. Set optim.name=adamw (safest) or optim.name=muon to insist."
         )
     if optim.betas is not None and not all(0 <= beta < 1 for beta in optim.betas):

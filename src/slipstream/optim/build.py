@@ -4,8 +4,7 @@ Invariant: every optimizer has the same two parameter groups on every stage, `ro
 (`roles.py`), either of which may be empty; `initial_lr` holds a group's peak rate. Weight decay falls on the
 matrices only, unless decay="all".
 
-Where an optimizer is one for matrices, the rest goes to AdamW with `adamw_lr` (by default the same lr),
-`adamw_betas` and `adamw_eps`. The others take every parameter.
+Names and defaults are in `slipstream/optimizers.py`.
 """
 
 from __future__ import annotations
@@ -24,27 +23,25 @@ from slipstream.errors import UserError
 from slipstream.optim.library import LibraryOptimizer
 from slipstream.optim.muon import Muon
 from slipstream.optim.roles import split_parameters
+from slipstream.optimizers import ADAMW_REST, OPTIMIZERS, Defaults, unknown
 
 Group = dict[str, Any]
-
-_ADAMW_REST = {"adamw_lr": None, "adamw_betas": (0.9, 0.95), "adamw_eps": 1e-8}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Defaults of one optimizer, where they come from, and how it is made from its two groups.
+    """Defaults of one optimizer, and how it is made from its two groups.
 
     `lr` and `weight_decay` are the groups'; what is left of the options is given to `make`.
     """
 
-    defaults: Mapping[str, Any]
-    source: str
+    known: Defaults
     make: Callable[[list[Group], Mapping[str, Any]], Optimizer]
     on_shards: bool = True
 
     @property
-    def for_matrices(self) -> bool:
-        return "adamw_lr" in self.defaults
+    def defaults(self) -> Mapping[str, Any]:
+        return self.known.options
 
 
 def _torch(
@@ -70,71 +67,19 @@ def _spectral(groups: list[Group], options: Mapping[str, Any]) -> Optimizer:
 
 
 RECIPES: dict[str, Recipe] = {
-    "adamw": Recipe(
-        {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8},
-        "Loshchilov & Hutter 2019; betas and decay as usual for language models",
-        _torch(torch.optim.AdamW, fused=True),
-    ),
+    "adamw": Recipe(OPTIMIZERS["adamw"], _torch(torch.optim.AdamW, fused=True)),
     "nadamw": Recipe(
-        {"lr": 3e-4, "weight_decay": 0.01, "betas": (0.99, 0.999), "eps": 1e-8, "momentum_decay": 0.004},
-        "the Nesterov correction of AsyncPP (Ajanthan et al. 2025): NAdam, decoupled decay, beta1 0.99",
-        _torch(torch.optim.NAdam, decoupled_weight_decay=True, foreach=True),
+        OPTIMIZERS["nadamw"], _torch(torch.optim.NAdam, decoupled_weight_decay=True, foreach=True)
     ),
-    "sgd": Recipe(
-        {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9, "dampening": 0.0, "nesterov": False},
-        "Polyak 1964; weight decay is torch's, added to the gradient",
-        _torch(torch.optim.SGD, foreach=True),
-    ),
-    "muon": Recipe(
-        {"lr": 2e-3, "weight_decay": 0.1, "momentum": 0.95, "lookahead": 1, "scale": "match_rms_adamw"}
-        | {"steps": 5}
-        | _ADAMW_REST,
-        "Jordan et al. 2024; scale, decay and one lr for both parts from Liu et al. 2025",
-        _spectral,
-    ),
-    "normuon": Recipe(
-        {"lr": 2e-3, "weight_decay": 0.1, "momentum": 0.95, "lookahead": 1, "scale": "match_rms_adamw"}
-        | {"row_beta": 0.95, "steps": 5}
-        | _ADAMW_REST,
-        "Li et al. 2025: Muon with rows evened out; betas theirs, the rest as Muon",
-        _spectral,
-        on_shards=False,
-    ),
-    "scion": Recipe(
-        {"lr": 0.018, "weight_decay": 0.02, "momentum": 0.9, "lookahead": 0, "scale": "spectral", "steps": 5}
-        | {**_ADAMW_REST, "adamw_lr": 1e-3},
-        "Pethick et al. 2025, examples/modded-nanogpt of LIONS-EPFL/scion: lr 3.6e-4 times radius 50, decay 1 / radius "
-        "(their constrained form; 0: unconstrained), momentum 1 - 0.1; their sign rule for the head is AdamW here",
-        _spectral,
-    ),
-    "soap": Recipe(
-        {"lr": 3e-3, "weight_decay": 0.01, "betas": (0.95, 0.95), "eps": 1e-8, "precondition_frequency": 10}
-        | {"max_precondition_dim": 10_000, **_ADAMW_REST},
-        "Vyas et al. 2024; its first step only measures the preconditioner",
-        _library("SOAP"),
-        on_shards=False,
-    ),
-    "mars": Recipe(
-        {"lr": 3e-3, "weight_decay": 0.01, "betas": (0.95, 0.99), "eps": 1e-8, "gamma": 0.025, **_ADAMW_REST},
-        "Yuan et al. 2024, MARS-AdamW, approximate form",
-        _library("MARS", mars_type="adamw", weight_decouple=True),
-    ),
-    "adan": Recipe(
-        {"lr": 1e-3, "weight_decay": 0.02, "betas": (0.98, 0.92, 0.99), "eps": 1e-8},
-        "Xie et al. 2022, with its proximal weight decay",
-        _library("Adan", weight_decouple=False),
-    ),
-    "lion": Recipe(
-        {"lr": 1e-4, "weight_decay": 1.0, "betas": (0.9, 0.99)},
-        "Chen et al. 2023: a tenth of AdamW's lr, ten times its decay",
-        _library("Lion", weight_decouple=True),
-    ),
-    "ademamix": Recipe(
-        {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.999, 0.9999), "eps": 1e-8, "alpha": 5.0}
-        | {"t_alpha_beta3": None},
-        "Pagliardini et al. 2024; set t_alpha_beta3 to the length of the run for their warm-up",
-        _library("AdEMAMix", weight_decouple=True),
-    ),
+    "sgd": Recipe(OPTIMIZERS["sgd"], _torch(torch.optim.SGD, foreach=True)),
+    "muon": Recipe(OPTIMIZERS["muon"], _spectral),
+    "normuon": Recipe(OPTIMIZERS["normuon"], _spectral, on_shards=False),
+    "scion": Recipe(OPTIMIZERS["scion"], _spectral),
+    "soap": Recipe(OPTIMIZERS["soap"], _library("SOAP"), on_shards=False),
+    "mars": Recipe(OPTIMIZERS["mars"], _library("MARS", mars_type="adamw", weight_decouple=True)),
+    "adan": Recipe(OPTIMIZERS["adan"], _library("Adan", weight_decouple=False)),
+    "lion": Recipe(OPTIMIZERS["lion"], _library("Lion", weight_decouple=True)),
+    "ademamix": Recipe(OPTIMIZERS["ademamix"], _library("AdEMAMix", weight_decouple=True)),
 }
 
 
@@ -173,8 +118,8 @@ def _made(name: str, recipe: Recipe, module: nn.Module, settings: dict[str, Any]
             "weight_decay": weight_decay if decay == "all" else 0.0,
         },
     ]
-    if recipe.for_matrices:
-        adamw = {key.removeprefix("adamw_"): settings.pop(key) for key in _ADAMW_REST}
+    if recipe.known.for_matrices:
+        adamw = {key.removeprefix("adamw_"): settings.pop(key) for key in ADAMW_REST}
         adamw["lr"] = lr if adamw["lr"] is None else adamw["lr"]
         groups[1] |= {"algorithm": "adamw", **adamw}
     for group in groups:
@@ -184,10 +129,7 @@ def _made(name: str, recipe: Recipe, module: nn.Module, settings: dict[str, Any]
 
 def _recipe(name: str) -> Recipe:
     if name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, 1) or ["muon"]
-        raise UserError(
-            f"No optimizer is called {name!r}. Did you mean {near[0]!r}? There are {', '.join(RECIPES)}."
-        )
+        raise UserError(unknown("optimizer", name, RECIPES))
     return RECIPES[name]
 
 

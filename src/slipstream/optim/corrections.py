@@ -15,7 +15,6 @@ alike.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from torch.optim import Optimizer
 from slipstream.errors import UserError
 from slipstream.lists import add_, copy_, extrapolate, mul_
 from slipstream.optim.velocity import velocity
+from slipstream.optimizers import unknown
 
 
 @dataclass(frozen=True)
@@ -194,10 +194,7 @@ def build_correction(spec: str | Correction, **options: Any) -> Correction:
         )
     kind = _own(spec) if ":" in str(spec) else CORRECTIONS.get(spec)
     if kind is None:
-        near = difflib.get_close_matches(str(spec), CORRECTIONS, 1) or ["error_feedback"]
-        raise UserError(
-            f"No correction is called {spec!r}. Did you mean {near[0]!r}? There are {', '.join(CORRECTIONS)}."
-        )
+        raise UserError(unknown("correction", str(spec), CORRECTIONS))
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as error:

@@ -85,9 +85,8 @@ class Schedule2BW:
         link_latency: float = 0.0,
     ) -> None:
         self._stage = read_stage(stage)
-        check_arguments(
-            self._stage.last, loss_fn, optimizer, n_microbatches, max_grad_norm, self._stage.count
-        )
+        last, count = self._stage.last, self._stage.count
+        check_arguments(last, loss_fn, optimizer, n_microbatches, max_grad_norm, count)
         assert optimizer is not None
         self.n_microbatches = n_microbatches
         self.loss_fn = loss_fn
@@ -118,8 +117,7 @@ class Schedule2BW:
         if shard_optimizer:
             self._versions.owned = self._peers.owned
             collapse(self._versions, self._peers.owned)
-        # Torch's optimizers refuse to be made of nothing.
-        self.optimizer = optimizer(module) if any(True for _ in module.parameters()) else no_optimizer()
+        self.optimizer = optimizer(module) if list(module.parameters()) else no_optimizer()
         owned = self._versions.owned
         check_covers(self.optimizer, module, [names[i] for i in owned], [parameters[i] for i in owned])
         self._updater = Updater(

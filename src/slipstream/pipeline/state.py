@@ -72,12 +72,11 @@ def restore(updater: Updater, state: State) -> None:
             [versions.master.weights[i] for i in owned], [_fit(versions, state["master"], i) for i in owned]
         )
         versions.restore(_banks(versions, state))
+        # Not the caches: those of before are as good as ever, and another one's need not fit.
+        saved = {name: state["buffers"][name] for name in versions.buffers if name in state["buffers"]}
         for module in (versions.module, *(replica.module for replica in versions.replicas)):
-            for (
-                name
-            ) in versions.buffers:  # a cache of before is as good as ever, and another one's need not fit
-                if name in state["buffers"]:
-                    module.get_buffer(name).copy_(state["buffers"][name])
+            for name, buffer in saved.items():
+                module.get_buffer(name).copy_(buffer)
         for i in owned:
             memory = state.get("memory", {}).get(versions.names[i], {})
             updater.correction.remember(versions.master.weights[i], memory)

@@ -338,7 +338,7 @@ class _Turn:
 
 
 def no_optimizer() -> Optimizer:
-    """The optimizer of a stage that has no parameters: something for a scheduler of the learning rate to turn."""
+    """Of a stage that has no parameters, where torch's optimizers refuse: something for a learning-rate scheduler."""
     return torch.optim.SGD([{"params": []}])
 
 
