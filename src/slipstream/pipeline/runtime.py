@@ -236,8 +236,7 @@ class Schedule2BW:
     def _backward(self) -> None:
         group, index, replica, inputs, outputs = self._flight.popleft()
         if self._stage.last:
-            grads = [torch.full_like(outputs[0], 1.0 / self.n_microbatches)]
-            roots = outputs
+            roots, grads = outputs, [torch.full_like(outputs[0], 1.0 / self.n_microbatches)]
         else:
             roots = [output for output in outputs if output.requires_grad]
             grads = self._links.receive_gradients(group, index)
@@ -381,8 +380,8 @@ class Schedule2BW:
             )
         if self._updater.in_hook:
             raise UserError(
-                "after_update is called inside an update, which cannot wait for itself: take the state with capture() "
-                "there, and call step, drain, eval, state_dict and stopping outside."
+                "after_update is called inside an update, which cannot wait for itself: use capture() there, and call "
+                "step, drain, eval, state_dict and stopping outside."
             )
         try:
             yield
