@@ -31,6 +31,10 @@ OPTIMIZERS: dict[str, Defaults] = {
         {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8},
         "Loshchilov & Hutter 2019; betas and decay as usual for language models",
     ),
+    "adamw_capped": Defaults(
+        {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "cap": 0.2},
+        "ours: AdamW whose step is nowhere longer than Muon's, `optim/capped.py`; tried at 1M parameters only",
+    ),
     "nadamw": Defaults(
         {"lr": 3e-4, "weight_decay": 0.01, "betas": (0.99, 0.999), "eps": 1e-8, "momentum_decay": 0.004},
         "the Nesterov correction of AsyncPP (Ajanthan et al. 2025): NAdam, decoupled decay, beta1 0.99",

@@ -30,6 +30,21 @@ def adamw(w, grads, lr, weight_decay, betas, eps):
     return w
 
 
+def adamw_capped(w, grads, lr, weight_decay, betas, eps, cap):
+    """AdamW whose step has no singular value above cap sqrt(max(rows, columns)); of vectors, AdamW."""
+    if w.ndim < 2:
+        return adamw(w, grads, lr, weight_decay, betas, eps)
+    m = n = torch.zeros_like(w)
+    for t, g in enumerate(grads, 1):
+        m, n = betas[0] * m + (1 - betas[0]) * g, betas[1] * n + (1 - betas[1]) * g * g
+        u, s, v = torch.linalg.svd(
+            (m / (1 - betas[0] ** t)) / ((n / (1 - betas[1] ** t)).sqrt() + eps), full_matrices=False
+        )
+        bounded = (u * s.clamp(max=cap * max(w.shape[-2:]) ** 0.5).unsqueeze(-2)) @ v
+        w = w - lr * weight_decay * w - lr * bounded
+    return w
+
+
 def nadamw(w, grads, lr, weight_decay, betas, eps, momentum_decay):
     """Dozat 2016: the momentum that the next step will have, with mu_t = beta1 (1 - 0.96^(t psi) / 2)."""
     m = n = torch.zeros_like(w)

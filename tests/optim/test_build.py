@@ -84,7 +84,8 @@ def test_against_the_papers_formulas(name):
             rest = {"lr": RECIPES[name].defaults["adamw_lr"] or 0.05, "betas": (0.9, 0.95), "eps": 1e-8}
             want = references.adamw(start[key], history, weight_decay=0.0, **rest)
         elif id(parameter) not in matrices:
-            want = expected(name, {**settings, "weight_decay": 0.0}, start[key], history)
+            plain = "adamw" if name == "adamw_capped" else name  # which bounds hidden matrices only
+            want = expected(plain, {**settings, "weight_decay": 0.0}, start[key], history)
         elif parameter.ndim == 3 and RECIPES[name].known.for_matrices and name not in ("soap", "mars"):
             each = [expected(name, settings, start[key][e], [g[e] for g in history]) for e in range(3)]
             want = torch.stack(each)
@@ -95,6 +96,25 @@ def test_against_the_papers_formulas(name):
         # torch keeps NAdam's product of momenta in fp32; the library adds 1e-15 under MARS's root.
         exact = {"nadamw": 1e-6, "mars": 1e-5}.get(name, 1e-9)
         torch.testing.assert_close(parameter.detach(), want, rtol=exact, atol=exact, msg=key)
+
+
+def test_the_bound_holds_where_more_directions_are_longer_than_are_followed():
+    """Of 40 directions 8 are followed, from update to update: here one is long, as where a gradient agrees all over."""
+    module = nn.Sequential(nn.Linear(40, 64, bias=False)).double()
+    optimizer = build("adamw_capped", module, lr=1.0, weight_decay=0.0, cap=0.3)
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randn(64, 40, generator=generator).sign().double()
+    signs[:, :30] = signs[:, :1]  # of 40 columns 30 agree
+    lengths = []
+    for _ in range(6):
+        before = module[0].weight.detach().clone()
+        module[0].weight.grad = signs + 0.1 * torch.randn(64, 40, generator=generator).double()
+        optimizer.step()
+        lengths.append(float(torch.linalg.matrix_norm(module[0].weight.detach() - before, 2)))
+    plain = torch.linalg.matrix_norm(signs, 2)
+    assert plain > 30
+    assert max(lengths) < 1.15 * 0.3 * 64**0.5 * 3  # what is not followed is short by itself
+    assert lengths[-1] < plain / 4
 
 
 def test_soap_with_changes_of_basis():

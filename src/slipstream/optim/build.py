@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from slipstream.errors import UserError
+from slipstream.optim.capped import CappedAdamW
 from slipstream.optim.library import LibraryOptimizer
 from slipstream.optim.muon import Muon
 from slipstream.optim.roles import split_parameters
@@ -68,6 +69,7 @@ def _spectral(groups: list[Group], options: Mapping[str, Any]) -> Optimizer:
 
 RECIPES: dict[str, Recipe] = {
     "adamw": Recipe(OPTIMIZERS["adamw"], _torch(torch.optim.AdamW, fused=True)),
+    "adamw_capped": Recipe(OPTIMIZERS["adamw_capped"], _torch(CappedAdamW, fused=True), on_shards=False),
     "nadamw": Recipe(
         OPTIMIZERS["nadamw"], _torch(torch.optim.NAdam, decoupled_weight_decay=True, foreach=True)
     ),

@@ -1,0 +1,86 @@
+"""AdamW with a bound on its step in every direction of a matrix.
+
+    D  = (m / (1 - beta1^t)) / (sqrt(n / (1 - beta2^t)) + eps)          AdamW's step over lr
+    D' = D - sum_i max(0, sigma_i - c) u_i v_i',  c = cap sqrt(max(rows, columns))
+
+Where a gradient agrees over a whole matrix every entry of D is about 1, and the step along one direction is up to
+sqrt(rows columns) long; Muon's is 0.2 sqrt(max(rows, columns)) along each. That direction is where AdamW overshoots
+when its gradients are late (docs/delay.md).
+
+Few directions are that long, and they change slowly: the `RANK` largest are followed by one subspace iteration per
+update from the basis of the last, which is state. Weight decay is outside the bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import AdamW
+
+from slipstream.optim.velocity import adam_velocity, groups_and_states
+
+RANK = 8
+
+
+class CappedAdamW(AdamW):
+    """Of its groups, that with the role "matrices" is bounded: tensors [rows, columns], or [count, rows, columns]."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], *, cap: float, **options: Any) -> None:
+        super().__init__([{**group, "cap": cap} for group in groups], **options)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in (
+                p for p in group["params"] if group["role"] == "matrices" and p.grad is not None
+            ):
+                state = self.state[parameter]
+                step = _step(group, state)
+                state["basis"] = _followed(step, state.get("basis"))
+                parameter.add_(_excess(step, state["basis"], group["cap"]).mul_(group["lr"]))
+        return loss
+
+    def velocity(self, params: Sequence[Parameter]) -> list[Tensor]:
+        found = []
+        for group, state in groups_and_states(self, params):
+            velocity = adam_velocity(group, state)
+            if group["role"] == "matrices":
+                velocity.add_(_excess(_step(group, state), state["basis"], group["cap"]).mul_(group["lr"]))
+            found.append(velocity)
+        return found
+
+
+def _step(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
+    first, second = (1 - beta ** state["step"].double() for beta in group["betas"])  # no wait for the device
+    return (state["exp_avg"] / first).div_((state["exp_avg_sq"] / second).sqrt_().add_(group["eps"]))
+
+
+def _tall(step: Tensor) -> Tensor:
+    """With its longer side first: the basis lies in the shorter one."""
+    return step if step.shape[-2] >= step.shape[-1] else step.mT
+
+
+def _followed(step: Tensor, basis: Tensor | None) -> Tensor:
+    """An orthonormal basis [shorter side, RANK or fewer] of where the longest directions are."""
+    step = _tall(step)
+    if basis is None:
+        side = step.shape[-1]
+        basis = torch.eye(side, min(RANK, side), dtype=step.dtype, device=step.device)
+    return torch.linalg.qr(step.mT @ (step @ basis)).Q
+
+
+def _excess(step: Tensor, basis: Tensor, cap: float) -> Tensor:
+    """What is above the bound, in the directions of the basis."""
+    tall = _tall(step)
+    seen = tall @ basis
+    squares, turn = torch.linalg.eigh(seen.mT @ seen)
+    bound = cap * math.sqrt(tall.shape[-2])
+    share = (1 - bound * squares.clamp(min=bound**2).rsqrt()).unsqueeze(-2)
+    excess = (seen @ (turn * share) @ turn.mT) @ basis.mT
+    return excess if tall is step else excess.mT
