@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Defaults] = {
     ),
     "adamw_capped": Defaults(
         {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "cap": 0.2},
-        "ours: AdamW whose step is nowhere longer than Muon's, `optim/capped.py`; tried at 1M parameters only",
+        "ours: AdamW with a bound on its longest directions, `optim/capped.py`; tried at 1M parameters only",
     ),
     "nadamw": Defaults(
         {"lr": 3e-4, "weight_decay": 0.01, "betas": (0.99, 0.999), "eps": 1e-8, "momentum_decay": 0.004},

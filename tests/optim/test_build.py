@@ -98,23 +98,26 @@ def test_against_the_papers_formulas(name):
         torch.testing.assert_close(parameter.detach(), want, rtol=exact, atol=exact, msg=key)
 
 
-def test_the_bound_holds_where_more_directions_are_longer_than_are_followed():
-    """Of 40 directions 8 are followed, from update to update: here one is long, as where a gradient agrees all over."""
+def test_the_longest_directions_are_followed_and_cut():
+    """Of 40 directions 8 are followed, and one is long, as where a gradient agrees all over. Once they are found, the
+    longest that is left is the ninth."""
     module = nn.Sequential(nn.Linear(40, 64, bias=False)).double()
     optimizer = build("adamw_capped", module, lr=1.0, weight_decay=0.0, cap=0.3)
     generator = torch.Generator().manual_seed(0)
     signs = torch.randn(64, 40, generator=generator).sign().double()
-    signs[:, :30] = signs[:, :1]  # of 40 columns 30 agree
-    lengths = []
-    for _ in range(6):
+    signs[:, :30] = signs[:, :1]
+    steps = []
+    for _ in range(8):
         before = module[0].weight.detach().clone()
         module[0].weight.grad = signs + 0.1 * torch.randn(64, 40, generator=generator).double()
         optimizer.step()
-        lengths.append(float(torch.linalg.matrix_norm(module[0].weight.detach() - before, 2)))
-    plain = torch.linalg.matrix_norm(signs, 2)
-    assert plain > 30
-    assert max(lengths) < 1.15 * 0.3 * 64**0.5 * 3  # what is not followed is short by itself
-    assert lengths[-1] < plain / 4
+        steps.append(torch.linalg.svdvals(module[0].weight.detach() - before))
+    plain = torch.linalg.svdvals(signs).tolist()
+    assert plain[0] > 40
+    assert all(step[0] < plain[1] for step in steps)  # the one long direction from the first update on
+    assert float(steps[-1][0]) == pytest.approx(plain[8], rel=0.05)
+    bound = torch.full((5,), 0.3 * 64**0.5, dtype=torch.float64)
+    torch.testing.assert_close(steps[-1][3:8], bound)
 
 
 def test_soap_with_changes_of_basis():

@@ -1,14 +1,14 @@
-"""AdamW with a bound on its step in every direction of a matrix.
+"""AdamW with a bound on the longest directions of a matrix's step.
 
-    D  = (m / (1 - beta1^t)) / (sqrt(n / (1 - beta2^t)) + eps)          AdamW's step over lr
-    D' = D - sum_i max(0, sigma_i - c) u_i v_i',  c = cap sqrt(max(rows, columns))
+    D  = (m / (1 - beta1^t)) / (sqrt(n / (1 - beta2^t)) + eps)                     AdamW's step over lr
+    D' = D - sum_i max(0, sigma_i - c) u_i v_i'  over the RANK largest sigma_i,  c = cap sqrt(longer side)
 
 Where a gradient agrees over a whole matrix every entry of D is about 1, and the step along one direction is up to
-sqrt(rows columns) long; Muon's is 0.2 sqrt(max(rows, columns)) along each. That direction is where AdamW overshoots
-when its gradients are late (docs/delay.md).
+sqrt(rows columns) long; Muon's is 0.2 sqrt(longer side) along each. Such a direction is where AdamW overshoots when its
+gradients are late (docs/delay.md).
 
-Few directions are that long, and they change slowly: the `RANK` largest are followed by one subspace iteration per
-update from the basis of the last, which is state. Weight decay is outside the bound.
+Few directions are that long, and they change slowly: they are followed by one subspace iteration per update from the
+basis of the last, which is state. Weight decay is outside the bound.
 """
 
 from __future__ import annotations
