@@ -120,6 +120,18 @@ def test_the_longest_directions_are_followed_and_cut():
     torch.testing.assert_close(steps[-1][3:8], bound)
 
 
+def test_capped_adamw_takes_narrow_weights_also_after_a_reload():
+    module = nn.Sequential(nn.Linear(6, 6, bias=False)).bfloat16()
+    optimizer = build("adamw_capped", module)
+    train(module, optimizer, range(2))
+    again = build("adamw_capped", module)
+    again.load_state_dict(optimizer.state_dict())  # torch narrows the state to the weights' kind
+    before = module[0].weight.detach().clone()
+    train(module, again, range(2, 4))
+    assert module[0].weight.isfinite().all()
+    assert not torch.equal(module[0].weight, before)
+
+
 def test_soap_with_changes_of_basis():
     torch.manual_seed(0)
     module = nn.Linear(6, 6, bias=False).double()

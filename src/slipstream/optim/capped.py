@@ -58,7 +58,13 @@ class CappedAdamW(AdamW):
 
 def _step(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
     first, second = (1 - beta ** state["step"].double() for beta in group["betas"])  # no wait for the device
-    return (state["exp_avg"] / first).div_((state["exp_avg_sq"] / second).sqrt_().add_(group["eps"]))
+    mean, square = (_wide(state[key]) for key in ("exp_avg", "exp_avg_sq"))
+    return (mean / first).div_((square / second).sqrt_().add_(group["eps"]))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Products of narrow numbers have no QR."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _tall(step: Tensor) -> Tensor:
@@ -72,12 +78,12 @@ def _followed(step: Tensor, basis: Tensor | None) -> Tensor:
     if basis is None:
         side = step.shape[-1]
         basis = torch.eye(side, min(RANK, side), dtype=step.dtype, device=step.device)
-    return torch.linalg.qr(step.mT @ (step @ basis)).Q
+    return torch.linalg.qr(step.mT @ (step @ _wide(basis))).Q
 
 
 def _excess(step: Tensor, basis: Tensor, cap: float) -> Tensor:
     """What is above the bound, in the directions of the basis."""
-    tall = _tall(step)
+    tall, basis = _tall(step), _wide(basis)
     seen = tall @ basis
     squares, turn = torch.linalg.eigh(seen.mT @ seen)
     bound = cap * math.sqrt(tall.shape[-2])
