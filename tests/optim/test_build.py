@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from optim import references
 from slipstream.errors import UserError
-from slipstream.optim import RECIPES, build
+from slipstream.optim import RECIPES, build, capped
 from slipstream.optim.roles import split_parameters
 
 
@@ -118,6 +118,20 @@ def test_the_longest_directions_are_followed_and_cut():
     assert float(steps[-1][0]) == pytest.approx(plain[8], rel=0.05)
     bound = torch.full((5,), 0.3 * 64**0.5, dtype=torch.float64)
     torch.testing.assert_close(steps[-1][3:8], bound)
+
+
+def test_capped_adamw_in_batches_as_on_a_gpu(monkeypatch):
+    alone, together = Toy(), Toy()
+    train(alone, build("adamw_capped", alone), range(4))
+
+    def by_shape(parameters):
+        shapes = {parameter.shape for parameter in parameters}
+        return [[p for p in parameters if p.shape == shape] for shape in shapes]
+
+    monkeypatch.setattr(capped, "_together", by_shape)
+    train(together, build("adamw_capped", together), range(4))
+    for one, other in zip(alone.parameters(), together.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 def test_capped_adamw_takes_narrow_weights_also_after_a_reload():

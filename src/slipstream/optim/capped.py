@@ -25,6 +25,7 @@ from torch.optim import AdamW
 from slipstream.optim.velocity import adam_velocity, groups_and_states
 
 RANK = 8
+MOST_ELEMENTS = 1 << 26  # of a batch: it is scratch memory
 
 
 class CappedAdamW(AdamW):
@@ -37,14 +38,20 @@ class CappedAdamW(AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         loss = super().step(closure)
         for group in self.param_groups:
-            for parameter in (
-                p for p in group["params"] if group["role"] == "matrices" and p.grad is not None
-            ):
-                state = self.state[parameter]
-                step = _step(group, state)
-                state["basis"] = _followed(step, state.get("basis"))
-                parameter.add_(_excess(step, state["basis"], group["cap"]).mul_(group["lr"]))
+            if group["role"] == "matrices":
+                for batch in _together([p for p in group["params"] if p.grad is not None]):
+                    self._cut(group, batch)
         return loss
+
+    def _cut(self, group: Mapping[str, Any], batch: list[Parameter]) -> None:
+        states = [self.state[parameter] for parameter in batch]
+        step = torch.stack([_step(group, state) for state in states])
+        known = "basis" in states[0]
+        basis = _followed(step, torch.stack([state["basis"] for state in states]) if known else None)
+        excess = _excess(step, basis, group["cap"]).mul_(group["lr"])
+        for parameter, state, own, part in zip(batch, states, basis, excess, strict=True):
+            state["basis"] = own.clone()  # a checkpoint holds no views
+            parameter.add_(part)
 
     def velocity(self, params: Sequence[Parameter]) -> list[Tensor]:
         found = []
@@ -65,6 +72,20 @@ def _step(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
 def _wide(tensor: Tensor) -> Tensor:
     """Products of narrow numbers have no QR."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _together(parameters: list[Parameter]) -> list[list[Parameter]]:
+    """On a GPU equal shapes in one batch: small factorisations are slow one by one there. On a CPU each by itself: there
+    a matrix's bits must not depend on which others its stage holds."""
+    found: dict[object, list[Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.shape if parameter.is_cuda else parameter, []).append(parameter)
+    most = [max(1, MOST_ELEMENTS // max(1, batch[0].numel())) for batch in found.values()]
+    return [
+        batch[start : start + size]
+        for batch, size in zip(found.values(), most, strict=True)
+        for start in range(0, len(batch), size)
+    ]
 
 
 def _tall(step: Tensor) -> Tensor:
