@@ -46,8 +46,8 @@ class CappedAdamW(AdamW):
     def _cut(self, group: Mapping[str, Any], batch: list[Parameter]) -> None:
         states = [self.state[parameter] for parameter in batch]
         step = torch.stack([_step(group, state) for state in states])
-        known = "basis" in states[0]
-        basis = _followed(step, torch.stack([state["basis"] for state in states]) if known else None)
+        start = _start(step[0])
+        basis = _followed(step, torch.stack([state.get("basis", start) for state in states]))
         excess = _excess(step, basis, group["cap"]).mul_(group["lr"])
         for parameter, state, own, part in zip(batch, states, basis, excess, strict=True):
             state["basis"] = own.clone()  # a checkpoint holds no views
@@ -75,8 +75,8 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _together(parameters: list[Parameter]) -> list[list[Parameter]]:
-    """On a GPU equal shapes in one batch: small factorisations are slow one by one there. On a CPU each by itself: there
-    a matrix's bits must not depend on which others its stage holds."""
+    """On a GPU equal shapes in one batch: small factorisations are slow one by one there. On a CPU each by itself, so
+    that a matrix's bits do not depend on which others its stage holds."""
     found: dict[object, list[Parameter]] = {}
     for parameter in parameters:
         found.setdefault(parameter.shape if parameter.is_cuda else parameter, []).append(parameter)
@@ -93,12 +93,15 @@ def _tall(step: Tensor) -> Tensor:
     return step if step.shape[-2] >= step.shape[-1] else step.mT
 
 
-def _followed(step: Tensor, basis: Tensor | None) -> Tensor:
+def _start(step: Tensor) -> Tensor:
+    side = min(step.shape[-2:])
+    basis = torch.eye(side, min(RANK, side), dtype=step.dtype, device=step.device)
+    return basis.expand(*step.shape[:-2], *basis.shape)
+
+
+def _followed(step: Tensor, basis: Tensor) -> Tensor:
     """An orthonormal basis [shorter side, RANK or fewer] of where the longest directions are."""
     step = _tall(step)
-    if basis is None:
-        side = step.shape[-1]
-        basis = torch.eye(side, min(RANK, side), dtype=step.dtype, device=step.device)
     return torch.linalg.qr(step.mT @ (step @ _wide(basis))).Q
 
 
