@@ -352,6 +352,7 @@ def test_refusals():
         ("adamw", {"betas": 0.9}),
         ("lion", {"betas": (1.5, 0.9)}),
         ("sgd", {"nesterov": True, "momentum": 0.0}),
+        ("adamw_capped", {"cap": 0.0}),
     ],
 )
 def test_a_value_out_of_range_is_refused_in_words(name, options):

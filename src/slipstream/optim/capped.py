@@ -32,6 +32,8 @@ class CappedAdamW(AdamW):
     """Of its groups, that with the role "matrices" is bounded: tensors [rows, columns], or [count, rows, columns]."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], *, cap: float, **options: Any) -> None:
+        if not cap > 0:
+            raise ValueError(f"cap is {cap}, and a bound must be above 0")
         super().__init__([{**group, "cap": cap} for group in groups], **options)
 
     @torch.no_grad()
