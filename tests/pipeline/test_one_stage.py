@@ -60,7 +60,7 @@ def test_outputs_in_a_container_come_back_as_one_batch(kind, key):
 def test_a_hook_that_would_wait_for_its_own_update_is_told_what_to_call():
     engine = schedule()
     engine.after_update = lambda group: engine.state_dict()
-    with pytest.raises(UserError, match=r"take the state with capture\(\)"):
+    with pytest.raises(UserError, match=r"use capture\(\) there"):
         engine.step(batch()[0], target=batch()[1])
 
 
