@@ -43,10 +43,9 @@ def train(
 
 def parse(arguments: list[str]) -> Config:
     """The first argument without a '=' is the file; the rest are overrides."""
-    for text in (text for text in arguments if text.startswith("-")):
-        name = text.lstrip("-").partition("=")[0].replace("-", "_")
-        near = [key for key in keys() if name in (key, key.rpartition(".")[2])] or ["KEY"]
-        raise UserError(f"There is no option {text}. Settings are written KEY=VALUE: {near[0]}=VALUE.")
+    option = next((text for text in arguments if text.startswith("-")), None)
+    if option is not None:
+        raise UserError(f"There is no option {option}. {_instead(option)}")
     # os.path: a value may be longer than any file name, which pathlib raises an error about.
     files = [text for text in arguments if "=" not in text or os.path.isfile(text)]
     overrides = [text for text in arguments if text not in files]
@@ -57,3 +56,12 @@ def parse(arguments: list[str]) -> Config:
             f"'{files[0]}' is a key of a run, not a file. Write {files[0]}=VALUE, without spaces."
         )
     return load(files[0] if files else None, overrides)
+
+
+def _instead(option: str) -> str:
+    name = option.lstrip("-").partition("=")[0].replace("-", "_")
+    if near := next((key for key in keys() if name in (key, key.rpartition(".")[2])), None):
+        return f"A setting is written without dashes: {near}=VALUE."
+    return (
+        "There are --dry-run and --help; settings are written KEY=VALUE, and `slipstream config` lists them."
+    )

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import AdamW
 
-from slipstream.optim.velocity import adam_velocity, groups_and_states
+from slipstream.optim.velocity import groups_and_states
 
 RANK = 8
 MOST_ELEMENTS = 1 << 26  # of a batch: it is scratch memory
@@ -57,11 +57,11 @@ class CappedAdamW(AdamW):
 
     def velocity(self, params: Sequence[Parameter]) -> list[Tensor]:
         found = []
-        for group, state in groups_and_states(self, params):
-            velocity = adam_velocity(group, state)
+        for parameter, (group, state) in zip(params, groups_and_states(self, params), strict=True):
+            step = _step(group, state)
             if group["role"] == "matrices":
-                velocity.add_(_excess(_step(group, state), state["basis"], group["cap"]).mul_(group["lr"]))
-            found.append(velocity)
+                step -= _excess(step, state["basis"], group["cap"])
+            found.append(step.mul_(-group["lr"]).to(parameter.dtype))
         return found
 
 
@@ -81,7 +81,8 @@ def _together(parameters: list[Parameter]) -> list[list[Parameter]]:
     that a matrix's bits do not depend on which others its stage holds."""
     found: dict[object, list[Parameter]] = {}
     for parameter in parameters:
-        found.setdefault(parameter.shape if parameter.is_cuda else parameter, []).append(parameter)
+        key = (parameter.shape, parameter.dtype) if parameter.is_cuda else id(parameter)
+        found.setdefault(key, []).append(parameter)
     most = [max(1, MOST_ELEMENTS // max(1, batch[0].numel())) for batch in found.values()]
     return [
         batch[start : start + size]
