@@ -71,6 +71,39 @@ def collectives(world):
     return total.tolist(), largest.item(), told.item(), torch.cat(parts).tolist(), summed.item(), objects
 
 
+def host_traffic(world, rounds):
+    """All that torch can ask of a group, with host tensors, many times over: they go to the gloo group inside."""
+    register("shared", HostSlots)
+    group, ranks, own = dist.new_group(backend="shared"), range(world.size), float(world.rank)
+    for number in range(rounds):
+        x = torch.tensor([own + number])
+        objects = [None] * world.size
+        dist.all_gather_object(objects, (world.rank, "x" * number), group=group)
+        assert objects == [(rank, "x" * number) for rank in ranks]
+        parts = [torch.empty(1) for _ in ranks]
+        dist.all_gather(parts, x, group=group)
+        assert torch.cat(parts).tolist() == [rank + number for rank in ranks]
+        total = torch.tensor([own])
+        dist.all_reduce(total, group=group)
+        dist.broadcast(x, 1, group=group)
+        assert (total.item(), x.item()) == (sum(ranks), 1.0 + number)
+        dist.reduce(total, 0, group=group)
+        dist.gather(x, parts if world.rank == 0 else None, 0, group=group)
+        dist.scatter(x, [part + 1 for part in parts] if world.rank == 0 else None, 0, group=group)
+        assert x.item() == 2.0 + number
+        sent = dist.isend(torch.tensor([own]), (world.rank + 1) % world.size, group)
+        dist.recv(x, (world.rank - 1) % world.size, group)
+        sent.wait()
+        assert x.item() == (world.rank - 1) % world.size
+        flat = torch.empty(world.size)
+        dist.all_gather_into_tensor(flat, torch.tensor([own]), group=group)
+        dist.all_to_all_single(swapped := torch.empty(world.size), flat, group=group)
+        assert flat.tolist() == list(ranks)
+        assert swapped.tolist() == [own] * world.size
+        dist.barrier(group)
+    return rounds
+
+
 def dead_peer(world):
     group = ringed(seconds=10)
     x = torch.zeros(1)

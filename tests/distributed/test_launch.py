@@ -12,7 +12,7 @@ from slipstream.distributed.launch import _Failure, _first_cause
 from slipstream.errors import StageError, UserError
 
 
-def test_pool_runs_jobs_of_several_sizes_and_recovers():
+def test_pool_runs_jobs_of_several_sizes_and_recovers(capfd):
     with RankPool(2) as pool:
         first = pool.run("distributed.jobs:total", 1)
         assert [result[:2] for result in first] == [(0, 3.0), (1, 3.0)]
@@ -29,6 +29,10 @@ def test_pool_runs_jobs_of_several_sizes_and_recovers():
         with pytest.raises(StageError, match=r"No answer within .* s from rank 0, 1"):
             pool.run("distributed.jobs:stall", timeout=0.5)
         assert time.monotonic() - started < 5
+        told = capfd.readouterr().err
+        for rank in range(2):
+            assert f"Rank {rank} gave no answer. It is here:" in told
+        assert told.count("in stall") == 2
         assert [result[:2] for result in pool.run("distributed.jobs:total", 0)] == [(0, 1.0), (1, 1.0)]
         with pytest.raises(UserError, match="does not fit"):
             pool.run("distributed.jobs:total", 0, ranks=3)

@@ -78,6 +78,9 @@ class DeviceGroup(dist.ProcessGroup):
 
     A ring's events must outlive what the other rank's device has queued on them, so ranks shut their groups down
     together, when all devices have settled (`world.py`).
+
+    What it does not do itself it asks of gloo, never of `super()`: there torch keeps the interpreter's lock while it
+    waits for gloo's thread, and that thread needs the lock to let go of an earlier tensor.
     """
 
     alive: ClassVar[WeakSet[DeviceGroup]] = WeakSet()  # of this process: whoever leaves has to close them all
@@ -93,8 +96,8 @@ class DeviceGroup(dist.ProcessGroup):
         carried: str,
     ) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]: the form a subclass has to use
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
-        serve_with(self, gloo)
+        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
+        serve_with(self, self._gloo)
         self._store = store
         self.timeout_seconds = timeout.total_seconds()
         self._maker = maker
@@ -114,7 +117,7 @@ class DeviceGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> dist.Work:
         if not self._carries(tensors):
-            return super().send(tensors, dstRank, tag)
+            return self._gloo.send(tensors, dstRank, tag)
         try:
             for tensor in tensors:
                 self._writer(dstRank).send(tensor)
@@ -124,7 +127,7 @@ class DeviceGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> dist.Work:
         if not self._carries(tensors):
-            return super().recv(tensors, srcRank, tag)
+            return self._gloo.recv(tensors, srcRank, tag)
         return _Together([self._post(tensor, srcRank) for tensor in tensors])
 
     def closed(self, rank: int) -> bool:
@@ -136,13 +139,13 @@ class DeviceGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         if not self._carries(tensors) or opts.reduceOp != dist.ReduceOp.SUM:
-            return super().allreduce(tensors, opts)
+            return self._gloo.allreduce(tensors, opts)
         (tensor,) = tensors
         return self._summed(tensor, self._exchange(tensor))
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         if not self._carries(tensors) or opts.reduceOp != dist.ReduceOp.SUM:
-            return super().reduce(tensors, opts)
+            return self._gloo.reduce(tensors, opts)
         (tensor,) = tensors
         if self.rank() != opts.rootRank:
             return self.send(tensors, opts.rootRank, 0)
@@ -150,7 +153,7 @@ class DeviceGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         if not self._carries(tensors):
-            return super().broadcast(tensors, opts)
+            return self._gloo.broadcast(tensors, opts)
         if self.rank() != opts.rootRank:
             return self.recv(tensors, opts.rootRank, 0)
         return _Together([self.send(tensors, rank, 0) for rank in self._others()])
@@ -159,7 +162,7 @@ class DeviceGroup(dist.ProcessGroup):
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
     ) -> dist.Work:
         if not self._carries(input_tensors):
-            return super().allgather(output_tensors, input_tensors, opts)
+            return self._gloo.allgather(output_tensors, input_tensors, opts)
         (outputs,), (tensor,) = output_tensors, input_tensors
         outputs[self.rank()].copy_(tensor)
         sent = [self.send([tensor], rank, 0) for rank in self._others()]
@@ -246,6 +249,15 @@ class DeviceGroup(dist.ProcessGroup):
         self._readers.clear()
         self._folder.cleanup()
         super().shutdown()
+
+
+def _asked_of_gloo(name: str) -> Callable[..., dist.Work]:
+    return lambda group, *args, **kwargs: getattr(group._gloo, name)(*args, **kwargs)
+
+
+_GLOOS = ("allgather_coalesced", "allreduce_coalesced", "alltoall", "alltoall_base")
+for _name in (*_GLOOS, "barrier", "gather", "reduce_scatter", "scatter"):
+    setattr(DeviceGroup, _name, _asked_of_gloo(_name))
 
 
 class _Done(dist.Work):

@@ -28,6 +28,8 @@ Function = str | Callable[..., Any]  # "module:qualname", or an importable funct
 LOST_CONNECTION = ("Connection", "not connected", "closed by the other end", "Broken pipe")
 # How long the ranks that did not fail first are given to end by themselves and say what they saw.
 GRACE_SECONDS = 10.0
+STACKS = signal.SIGUSR1  # has a worker print where it is
+PRINTING_SECONDS = 0.3
 AT_ONCE_SECONDS = 0.2  # a terminal, or `timeout`, signals a whole group: two requests at once are one
 
 
@@ -198,13 +200,21 @@ def _collect(workers: Sequence[_Worker], timeout: float | None) -> list[Any]:
                 deadline = grace if deadline is None else min(deadline, grace)
             error, traceback = value
             failures.append(_Failure(outcome, error, traceback))
-    for rank in waiting.values():  # still running after the deadline
+    for rank in sorted(waiting.values()):  # still running after the deadline
+        if not failures:
+            print(f"Rank {rank} gave no answer. It is here:", file=sys.stderr, flush=True)
+            workers[rank].signal(STACKS)
+            time.sleep(PRINTING_SECONDS)
+    for rank in waiting.values():
         workers[rank].kill()
     if failures:
         raise _first_cause(failures)
     if waiting:
         ranks = ", ".join(str(rank) for rank in sorted(waiting.values()))
-        raise StageError(f"No answer within {timeout:g} s from rank {ranks}; all ranks were stopped.")
+        raise StageError(
+            f"No answer within {timeout:g} s from rank {ranks}; all ranks were stopped. "
+            "Where each of them was is printed above."
+        )
     return [results[rank] for rank in range(len(workers))]
 
 

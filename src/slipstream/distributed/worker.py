@@ -8,6 +8,7 @@ from birth (`launch.py`): a job that wants to stop on it unblocks it.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import queue
 import signal
@@ -19,7 +20,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
-from slipstream.distributed.launch import receive, send
+from slipstream.distributed.launch import STACKS, receive, send
 from slipstream.errors import StageError, UserError
 
 
@@ -30,6 +31,7 @@ def main(descriptor: int) -> None:
     signal.signal(
         signal.SIGTERM, lambda *_: None
     )  # threads of a job that had it unblocked may outlive the job
+    faulthandler.register(STACKS)  # also while the interpreter is held up in a library
     connection = Connection(descriptor)
     jobs: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, jobs), daemon=True).start()

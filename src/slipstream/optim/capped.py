@@ -47,28 +47,35 @@ class CappedAdamW(AdamW):
 
     def _cut(self, group: Mapping[str, Any], batch: list[Parameter]) -> None:
         states = [self.state[parameter] for parameter in batch]
-        step = torch.stack([_step(group, state) for state in states])
-        start = _start(step[0])
-        basis = _followed(step, torch.stack([state.get("basis", start) for state in states]))
-        excess = _excess(step, basis, group["cap"]).mul_(group["lr"])
-        for parameter, state, own, part in zip(batch, states, basis, excess, strict=True):
-            state["basis"] = own.clone()  # a checkpoint holds no views
-            parameter.add_(part)
+        steps = _steps(group, states)
+        start = _start(steps[0])
+        bases = _followed(steps, torch.stack([state.get("basis", start) for state in states]))
+        excesses = _excess(steps, bases, group["cap"]).mul_(group["lr"])
+        torch._foreach_add_(batch, list(excesses.unbind()))
+        for state, basis in zip(states, bases, strict=True):
+            state["basis"] = basis.clone()  # a checkpoint holds no views
 
     def velocity(self, params: Sequence[Parameter]) -> list[Tensor]:
-        found = []
-        for parameter, (group, state) in zip(params, groups_and_states(self, params), strict=True):
-            step = _step(group, state)
-            if group["role"] == "matrices":
-                step -= _excess(step, state["basis"], group["cap"])
-            found.append(step.mul_(-group["lr"]).to(parameter.dtype))
-        return found
+        places = dict(zip(params, groups_and_states(self, params), strict=True))
+        found: dict[Parameter, Tensor] = {}
+        for group in self.param_groups:
+            for batch in _together([p for p in params if places[p][0] is group]):
+                states = [places[p][1] for p in batch]
+                steps = _steps(group, states)
+                if group["role"] == "matrices":
+                    steps -= _excess(steps, torch.stack([state["basis"] for state in states]), group["cap"])
+                steps.mul_(-group["lr"])
+                found.update((p, own.to(p.dtype)) for p, own in zip(batch, steps, strict=True))
+        return [found[p] for p in params]
 
 
-def _step(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
-    first, second = (1 - beta ** state["step"].double() for beta in group["betas"])  # no wait for the device
-    mean, square = (_wide(state[key]) for key in ("exp_avg", "exp_avg_sq"))
-    return (mean / first).div_((square / second).sqrt_().add_(group["eps"]))
+def _steps(group: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> Tensor:
+    """D of a batch, one after the other along the first dimension."""
+    means, squares = (_wide(torch.stack([s[key] for s in states])) for key in ("exp_avg", "exp_avg_sq"))
+    times = torch.stack([s["step"] for s in states]).double()  # no wait for the device
+    shape = (len(states), *[1] * (means.dim() - 1))
+    first, second = ((1 - beta**times).to(means).view(shape) for beta in group["betas"])
+    return means.div_(first).div_(squares.div_(second).sqrt_().add_(group["eps"]))
 
 
 def _wide(tensor: Tensor) -> Tensor:
