@@ -25,6 +25,7 @@ def test_pool_runs_jobs_of_several_sizes_and_recovers(capfd):
             pool.run("distributed.jobs:mistake")
         with pytest.raises(StageError, match="Rank 1 was killed by SIGKILL before it finished"):
             pool.run("distributed.jobs:death")
+        assert len(pool.run("distributed.jobs:total", 0)) == 2, "the lost worker is replaced"
         started = time.monotonic()
         with pytest.raises(StageError, match=r"No answer within .* s from rank 0, 1"):
             pool.run("distributed.jobs:stall", timeout=0.5)

@@ -96,8 +96,9 @@ class DeviceGroup(dist.ProcessGroup):
         carried: str,
     ) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]: the form a subclass has to use
-        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
-        serve_with(self, self._gloo)
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
+        serve_with(self, gloo)
+        self._gloo: Any = gloo  # torch's stubs do not list its collectives
         self._store = store
         self.timeout_seconds = timeout.total_seconds()
         self._maker = maker
