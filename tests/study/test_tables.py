@@ -56,7 +56,10 @@ def make(tmp_path: Path, runs: str, losses: dict[str, float | None], table: str 
             results[point.digest] = Result(
                 point.digest,
                 point.folder,
-                {"optim.sync_start": point.config.optim.sync_start} if point.config.optim.sync_start else {},
+                {
+                    "optim.sync_start": point.config.optim.sync_start,
+                    "pipeline.delay": point.config.pipeline.delay,
+                },
                 loss=loss,
                 failed="" if loss is not None else "the loss is not finite",
                 steps=point.config.train.steps,
@@ -168,6 +171,19 @@ def test_csv_holds_the_same_numbers(paired):
     assert float(rows["ef"]["recovered"]) == pytest.approx(0.7)
     assert rows["sync"]["gap"] == ""
     assert rows["ef+start"]["gap_low"] == ""
+
+
+def test_another_synchronous_mode_has_a_gap_but_recovers_nothing_and_is_no_faster(tmp_path):
+    """A change of the optimizer is compared with, and without delay: the second is nothing asynchrony could gain."""
+    losses: dict[str, float | None] = {"sync": 3.0, "delay": 3.1, "tuned sync": 2.95}
+    axis = '\n[axes.tuned]\nname = "mode"\n[axes.tuned.values]\n"tuned sync" = { pipeline.delay = 0, optim.lr = 0.1 }'
+    study, expansion, results = make(tmp_path, 'chain = ["mode", "tuned"]' + axis, losses)
+    layout = layout_of(study)
+    cells = {cell.mode: cell for cell in compared(all_cells(expansion.points, results, layout), layout)}
+    assert cells["tuned sync"].gap.value == pytest.approx(-0.05)
+    assert cells["tuned sync"].recovered is None
+    (table,) = gain_table(list(cells.values()), layout)
+    assert [row[0] for row in table.rows[2:]] == ["delay"]
 
 
 def test_net_gain_is_tagged_as_simulated(paired):

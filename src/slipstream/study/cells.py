@@ -64,6 +64,12 @@ class Cell:
         return any(axis == TUNING for axis, _ in self.group)
 
     @property
+    def synchronous(self) -> bool:
+        """Whether none of its gradients is late: the reference, or a change of the optimizer without delay."""
+        delays = [result.key("pipeline.delay", 1) for result in self.results.values()]
+        return bool(delays) and not any(any(d) if isinstance(d, list) else d for d in delays)
+
+    @property
     def flushed_share(self) -> float:
         """The part of the updates that runs without delay because the run asks for it."""
         result = next(iter(self.results.values()))
@@ -184,7 +190,7 @@ def _compare(cell: Cell, chosen: Mapping[tuple[Labels, str], Cell], layout: Layo
         return cell
     baseline = chosen.get((cell.group, layout.baseline))
     losses, recovered = _among(cell.losses, pairs(cell, reference)), None
-    if baseline is not None and cell.mode != layout.baseline:
+    if baseline is not None and cell.mode != layout.baseline and not cell.synchronous:
         delayed = _among(baseline.losses, pairs(baseline, reference))
         recovered = share_recovered(losses, reference.losses, delayed)
     found = []

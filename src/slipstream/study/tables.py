@@ -70,14 +70,14 @@ def loss_table(cells: Sequence[Cell], layout: Layout) -> Table:
             ]
         )
     curve = (
-        f"final synchronous losses by {layout.length}"
+        f"the curve of final synchronous losses by {layout.length}"
         if layout.length
         else "the validation curve of the paired synchronous run"
     )
     note = (
         "Validation loss at the master after the last update: mean ± standard error over seeds. Gap: paired by "
-        f"seed, 95 % t-interval in brackets. Token penalty: tokens at which {curve} reached its end / tokens at "
-        "which it was at this mode's loss."
+        f"seed, 95 % t-interval in brackets. Token penalty: tokens at which {curve} reached the "
+        "reference's loss / tokens at which it was at this mode's."
     )
     if any(cell.extrapolated for cell in cells):
         note += " *: extrapolated beyond that curve."
@@ -92,7 +92,7 @@ def _seeds(cell: Cell, layout: Layout) -> str:
 
 def gain_table(cells: Sequence[Cell], layout: Layout) -> list[Table]:
     """Speed-up over the fastest synchronous schedule divided by the penalty, for some pipelines."""
-    paying = [cell for cell in cells if cell.penalty is not None]
+    paying = [cell for cell in cells if cell.penalty is not None and not cell.synchronous]
     if not paying:
         return []
     axes = _axes(cells)
