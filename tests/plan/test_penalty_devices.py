@@ -30,7 +30,7 @@ def test_the_nearest_batch_and_model_are_taken():
 
 def test_a_missing_entry_is_an_error_that_lists_what_there_is():
     with pytest.raises(UserError, match="muon with error_feedback"):
-        find_penalty(load_penalties(), "lion", "none", 1e6, 1e9)
+        find_penalty(load_penalties(), "ademamix", "none", 1e6, 1e9)
 
 
 def test_a_users_table_replaces_ours(tmp_path):

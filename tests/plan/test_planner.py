@@ -69,15 +69,15 @@ def test_a_larger_penalty_never_helps_asynchrony(result):
 
 
 def test_a_synchronous_schedule_needs_no_token_penalty():
-    """Lion's delay has not been measured, which says nothing about its 1F1B."""
-    found = plan(job(optimizer="lion", schedule="1f1b", stages=4))
+    """AdEMAMix's delay has not been measured where it trains, which says nothing about its 1F1B."""
+    found = plan(job(optimizer="ademamix", schedule="1f1b", stages=4))
     assert "Only synchronous" in explain(found)[0]
     assert to_json(found, "smollm2-1.7b")["penalty"] is None
     with pytest.raises(UserError, match=r"5 stages do not divide 8 devices.*works: 1f1b"):
-        plan(job(optimizer="lion", schedule="1f1b", stages=5))
+        plan(job(optimizer="ademamix", schedule="1f1b", stages=5))
     for free in ({}, {"schedule": "2bw"}):
-        with pytest.raises(UserError, match="no entry for lion"):
-            plan(job(optimizer="lion", stages=4, **free))
+        with pytest.raises(UserError, match="no entry for ademamix"):
+            plan(job(optimizer="ademamix", stages=4, **free))
 
 
 def test_asynchrony_pays_where_stages_are_many_and_microbatches_few():
