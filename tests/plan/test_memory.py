@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from slipstream import optim
 from slipstream.errors import UserError
-from slipstream.plan.memory import BF16, FP32, bytes_per_parameter, peak_activation_bytes, weights_memory
+from slipstream.plan.memory import (
+    BF16,
+    FP32,
+    bytes_per_parameter,
+    peak_activation_bytes,
+    state_bytes,
+    weights_memory,
+)
 from slipstream.schedule.generate import build
 
 
@@ -88,3 +98,20 @@ def test_zbv_holds_what_1f1b_holds_on_its_fullest_rank(stages):
     """ZB-V's chunks are half a stage each: its peak on every rank is 1F1B's on rank 0."""
     held = peak_activation_bytes(build("zbv", stages, 4 * stages, 1), [0.5] * (2 * stages))
     assert max(held) == pytest.approx(stages)
+
+
+@pytest.mark.parametrize("name", optim.RECIPES)
+def test_every_optimizer_of_the_trainer_keeps_the_state_that_is_planned_for(name):
+    pytest.importorskip("pytorch_optimizer")
+    module = nn.Sequential(nn.Linear(512, 512, bias=False), nn.LayerNorm(512))
+    optimizer = optim.build(name, module)
+    for _ in range(2):
+        for parameter in module.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    held = [
+        sum(v.nbytes for v in optimizer.state[parameter].values() if torch.is_tensor(v) and v.numel() > 1)
+        / parameter.numel()
+        for parameter in (module[0].weight, module[1].weight)
+    ]
+    assert held == pytest.approx(state_bytes(name), rel=0.02)

@@ -39,11 +39,15 @@ FP32 = Precision(bank=4, activation=4)
 STATE_BYTES: dict[str, tuple[float, float]] = {
     "muon": (4, 8),  # the rest takes AdamW
     "normuon": (4, 8),
+    "scion": (4, 8),
     "adamw": (8, 8),
+    "adamw_capped": (8, 8),
+    "nadamw": (8, 8),
     "soap": (24, 8),  # two moments, two Gram matrices, two bases; square matrices assumed
     "adan": (16, 16),
     "lion": (4, 4),
-    "mars": (12, 12),
+    "mars": (12, 8),
+    "ademamix": (12, 12),
     "sgd": (4, 4),
 }
 EXTRAPOLATES = ("error_feedback", "momentum_prediction")  # z_g must outlive the step
