@@ -249,7 +249,7 @@ class DeviceGroup(dist.ProcessGroup):
         self._writers.clear()
         self._readers.clear()
         self._folder.cleanup()
-        super().shutdown()
+        self._gloo.shutdown()
 
 
 def _asked_of_gloo(name: str) -> Callable[..., dist.Work]:
