@@ -287,7 +287,7 @@ def test_the_long_study_is_paired_seed_by_seed_at_twenty_tokens_per_parameter():
     grid = study.expand({}).points
     points = study.expand({point.digest: 1.0 for point in grid}).points
     whole = points[len(grid) :]
-    assert (len(grid), len(whole)) == (14, 40)
+    assert (len(grid), len(whole)) == (16, 40)
     first = [(p.labels["seed"], p.labels["optimizer"]) for p in whole[::4]]
     assert first == [(str(seed), name) for seed in range(5) for name in ("muon", "adamw")]
     config = whole[0].config

@@ -98,7 +98,7 @@ class DeviceGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]: the form a subclass has to use
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
         serve_with(self, gloo)
-        self._gloo: Any = gloo  # torch's stubs do not list its collectives
+        self.gloo: Any = gloo  # torch's stubs do not list its collectives
         self._store = store
         self.timeout_seconds = timeout.total_seconds()
         self._maker = maker
@@ -118,7 +118,7 @@ class DeviceGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> dist.Work:
         if not self._carries(tensors):
-            return self._gloo.send(tensors, dstRank, tag)
+            return self.gloo.send(tensors, dstRank, tag)
         try:
             for tensor in tensors:
                 self._writer(dstRank).send(tensor)
@@ -128,7 +128,7 @@ class DeviceGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> dist.Work:
         if not self._carries(tensors):
-            return self._gloo.recv(tensors, srcRank, tag)
+            return self.gloo.recv(tensors, srcRank, tag)
         return _Together([self._post(tensor, srcRank) for tensor in tensors])
 
     def closed(self, rank: int) -> bool:
@@ -140,13 +140,13 @@ class DeviceGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         if not self._carries(tensors) or opts.reduceOp != dist.ReduceOp.SUM:
-            return self._gloo.allreduce(tensors, opts)
+            return self.gloo.allreduce(tensors, opts)
         (tensor,) = tensors
         return self._summed(tensor, self._exchange(tensor))
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         if not self._carries(tensors) or opts.reduceOp != dist.ReduceOp.SUM:
-            return self._gloo.reduce(tensors, opts)
+            return self.gloo.reduce(tensors, opts)
         (tensor,) = tensors
         if self.rank() != opts.rootRank:
             return self.send(tensors, opts.rootRank, 0)
@@ -154,7 +154,7 @@ class DeviceGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         if not self._carries(tensors):
-            return self._gloo.broadcast(tensors, opts)
+            return self.gloo.broadcast(tensors, opts)
         if self.rank() != opts.rootRank:
             return self.recv(tensors, opts.rootRank, 0)
         return _Together([self.send(tensors, rank, 0) for rank in self._others()])
@@ -163,7 +163,7 @@ class DeviceGroup(dist.ProcessGroup):
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
     ) -> dist.Work:
         if not self._carries(input_tensors):
-            return self._gloo.allgather(output_tensors, input_tensors, opts)
+            return self.gloo.allgather(output_tensors, input_tensors, opts)
         (outputs,), (tensor,) = output_tensors, input_tensors
         outputs[self.rank()].copy_(tensor)
         sent = [self.send([tensor], rank, 0) for rank in self._others()]
@@ -249,11 +249,11 @@ class DeviceGroup(dist.ProcessGroup):
         self._writers.clear()
         self._readers.clear()
         self._folder.cleanup()
-        self._gloo.shutdown()
+        self.gloo.shutdown()
 
 
 def _asked_of_gloo(name: str) -> Callable[..., dist.Work]:
-    return lambda group, *args, **kwargs: getattr(group._gloo, name)(*args, **kwargs)
+    return lambda group, *args, **kwargs: getattr(group.gloo, name)(*args, **kwargs)
 
 
 _GLOOS = ("allgather_coalesced", "allreduce_coalesced", "alltoall", "alltoall_base")

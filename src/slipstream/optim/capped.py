@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from torch.optim import AdamW
 
 from slipstream.optim.velocity import groups_and_states
+from slipstream.torch_private import add_
 
 RANK = 8
 MOST_ELEMENTS = 1 << 26  # of a batch: it is scratch memory
@@ -51,7 +52,7 @@ class CappedAdamW(AdamW):
         start = _start(steps[0])
         bases = _followed(steps, torch.stack([state.get("basis", start) for state in states]))
         excesses = _excess(steps, bases, group["cap"]).mul_(group["lr"])
-        torch._foreach_add_(batch, list(excesses.unbind()))
+        add_(batch, excesses.unbind())
         for state, basis in zip(states, bases, strict=True):
             state["basis"] = basis.clone()  # a checkpoint holds no views
 
