@@ -108,6 +108,9 @@ def test_derived_values():
     assert resolve(load(None, ["pipeline.schedule=emulate"])).pipeline.stages == 1
     assert resolve(load()).optim.correction == "error_feedback"
     assert resolve(load(None, ["pipeline.schedule=1f1b"])).optim.correction == "none"
+    assert (
+        resolve(load(None, ["optim.name=lion"])).optim.correction == "none"
+    )  # error feedback makes it worse
     assert resolve(load(None, ["pipeline.schedule=emulate", "pipeline.delay=0"])).optim.correction == "none"
     with pytest.raises(ConfigError, match="torchrun started 3"):
         resolve(load(None, ["pipeline.stages=2"]), world=3)

@@ -16,10 +16,11 @@ ADAMW_REST = {"adamw_lr": None, "adamw_betas": (0.9, 0.95), "adamw_eps": 1e-8}
 
 @dataclass(frozen=True)
 class Defaults:
-    """Options of one optimizer, and where their values come from."""
+    """Options of one optimizer, where their values come from, and what is done about delay unless a run says."""
 
     options: Mapping[str, Any]
     source: str
+    correction: str = "error_feedback"
 
     @property
     def for_matrices(self) -> bool:
@@ -33,7 +34,7 @@ OPTIMIZERS: dict[str, Defaults] = {
     ),
     "adamw_capped": Defaults(
         {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "cap": 0.4},
-        "ours: AdamW with a bound on its longest directions, `optim/capped.py`; tried at 1M parameters only",
+        "ours: AdamW with a bound on its longest directions, `optim/capped.py`; tried at 1M and 42M parameters",
     ),
     "nadamw": Defaults(
         {"lr": 3e-4, "weight_decay": 0.01, "betas": (0.99, 0.999), "eps": 1e-8, "momentum_decay": 0.004},
@@ -77,6 +78,7 @@ OPTIMIZERS: dict[str, Defaults] = {
     "lion": Defaults(
         {"lr": 1e-4, "weight_decay": 1.0, "betas": (0.9, 0.99)},
         "Chen et al. 2023: a tenth of AdamW's lr, ten times its decay",
+        correction="none",  # its steps have one size, and error feedback makes it worse (docs/results)
     ),
     "ademamix": Defaults(
         {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.999, 0.9999), "eps": 1e-8, "alpha": 5.0}
@@ -85,6 +87,11 @@ OPTIMIZERS: dict[str, Defaults] = {
     ),
 }
 CORRECTIONS = ("none", "error_feedback", "momentum_prediction", "delay_compensation", "lr_scaling")
+
+
+def default_correction(optimizer: str) -> str:
+    """What is done about a delay unless a run says."""
+    return OPTIMIZERS[optimizer].correction if optimizer in OPTIMIZERS else "error_feedback"
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from slipstream.errors import UserError
 from slipstream.models.sizes import ModelConfig, preset
+from slipstream.optimizers import default_correction
 from slipstream.plan.devices import GIB, Cluster, find_device
 from slipstream.plan.explain import parse_count, to_json, to_toml
 from slipstream.plan.layout import Job
@@ -33,8 +34,9 @@ def plan(
     sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
     optimizer: Annotated[str, typer.Option(help="Decides state, update time and token penalty.")] = "muon",
     correction: Annotated[
-        str, typer.Option(help="none, error_feedback, error_feedback+sync_start.")
-    ] = "error_feedback",
+        str | None,
+        typer.Option(help="none, error_feedback, error_feedback+sync_start. Default: what train takes."),
+    ] = None,
     tokens: Annotated[
         str | None, typer.Option(help="Training budget. Default: 20 per active parameter.")
     ] = None,
@@ -88,7 +90,7 @@ def plan(
         batch_tokens=parse_count(batch_tokens),
         sequence=sequence,
         optimizer=optimizer,
-        correction=correction,
+        correction=correction or default_correction(optimizer),
         precision=FP32 if float32 else BF16,
         tokens=None if tokens is None else parse_count(tokens),
         schedule=schedule,

@@ -12,7 +12,7 @@ from typing import Any
 from slipstream.config.settings import Config, ModelSettings
 from slipstream.errors import ConfigError
 from slipstream.models.sizes import PRESETS, ModelConfig
-from slipstream.optimizers import CORRECTIONS, OPTIMIZERS, unknown
+from slipstream.optimizers import CORRECTIONS, OPTIMIZERS, default_correction, unknown
 
 # Learning rates found by sweeps on the embedded corpus; elsewhere the optimizer's own default holds.
 TUNED_LR = {("cpu-default", "muon"): 0.01}
@@ -113,7 +113,7 @@ def _optim(config: Config, problems: list[str]) -> dict[str, Any]:
     delayed = not config.synchronous and pipeline.delay not in (0, [0])
     correction = optim.correction
     if correction is None:
-        correction = "error_feedback" if delayed else "none"
+        correction = default_correction(optim.name) if delayed else "none"
     if optim.name not in OPTIMIZERS:
         problems.append("optim.name: " + unknown("optimizer", optim.name, OPTIMIZERS))
     if correction not in CORRECTIONS and ":" not in correction:  # with a colon: the place of a class

@@ -115,7 +115,7 @@ class OptimSettings(Settings):
     correction: str | None = _field(
         None,
         "what is done about delay: error_feedback, none, momentum_prediction, delay_compensation, lr_scaling "
-        "(derived: error_feedback where there is a delay)",
+        "(derived: error_feedback where there is a delay; none for lion)",
     )
     correction_lambda: float | None = _field(
         None, "strength of the correction (derived: its own default)", ge=0
