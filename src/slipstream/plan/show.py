@@ -126,7 +126,9 @@ def days(seconds: float) -> str:
 def draw(layout: Layout, console: Console) -> None:
     """The winner's first groups, in the terminal."""
     shape = layout.shape
-    if not 1 < shape.stages <= MOST_DRAWN_STAGES:
+    if shape.stages == 1:  # nothing waits for anything
+        return
+    if shape.stages > MOST_DRAWN_STAGES:
         console.print(f"[dim]A picture of {shape.stages} stages is left out.[/]\n")
         return
     microbatches = min(shape.microbatches, max(2 * shape.stages, 8))
