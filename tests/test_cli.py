@@ -97,6 +97,10 @@ def test_dry_run_shows_what_the_optimizer_will_have(capsys):
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("# optimizer: "))
     assert line.startswith("# optimizer: muon, lr 0.002, weight_decay 0.1, momentum 0.9,")
     assert "adamw_lr 0.002" in line
+    assert exit_code(["train", "--dry-run", "optim.name=adamw_capped", "optim.options.cpa=1"]) == 2
+    told = capsys.readouterr()
+    assert "adamw_capped has no option 'cpa'. Did you mean 'cap'?" in told.err
+    assert told.out == ""
 
 
 def test_dry_run_prints_a_run_that_can_be_started(capsys, tmp_path):

@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "lists": {"kernels", "torch_private"},
     "schedule": {"errors"},
     "models": {"errors", "torch_private"},
-    "optimizers": set(),
+    "optimizers": {"errors"},
     "optim": {"optimizers", "errors", "kernels", "lists", "torch_private"},
     "data": {"errors"},
     "distributed": {"errors", "torch_private"},

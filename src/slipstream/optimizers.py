@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.errors import UserError
+
 ADAMW_REST = {"adamw_lr": None, "adamw_betas": (0.9, 0.95), "adamw_eps": 1e-8}
 
 
@@ -92,6 +94,16 @@ CORRECTIONS = ("none", "error_feedback", "momentum_prediction", "delay_compensat
 def default_correction(optimizer: str) -> str:
     """What is done about a delay unless a run says."""
     return OPTIMIZERS[optimizer].correction if optimizer in OPTIMIZERS else "error_feedback"
+
+
+def check_options(optimizer: str, given: Iterable[str]) -> None:
+    """Refuse an option that the optimizer does not have."""
+    known = [*OPTIMIZERS[optimizer].options, "decay"]
+    for option in given:
+        if option not in known:
+            near = difflib.get_close_matches(option, known, 1)
+            hint = f"Did you mean {near[0]!r}? " if near else ""
+            raise UserError(f"{optimizer} has no option {option!r}. {hint}It has {', '.join(known)}.")
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:

@@ -28,8 +28,8 @@ def test_pool_runs_jobs_of_several_sizes_and_recovers(capfd):
         assert len(pool.run("distributed.jobs:total", 0)) == 2, "the lost worker is replaced"
         started = time.monotonic()
         with pytest.raises(StageError, match=r"No answer within .* s from rank 0, 1"):
-            pool.run("distributed.jobs:stall", timeout=0.5)
-        assert time.monotonic() - started < 5
+            pool.run("distributed.jobs:stall", timeout=2)
+        assert time.monotonic() - started < 10
         told = capfd.readouterr().err
         for rank in range(2):
             assert f"Rank {rank} gave no answer. It is here:" in told

@@ -76,6 +76,10 @@ def test_a_synchronous_schedule_needs_no_token_penalty():
     with pytest.raises(UserError, match=r"5 stages do not divide 8 devices.*works: 1f1b"):
         plan(job(optimizer="ademamix", schedule="1f1b", stages=5))
     for free in ({}, {"schedule": "2bw"}):
+        with pytest.raises(
+            UserError, match=r"does not know the optimizer 'ademamx'. Did you mean 'ademamix'"
+        ):
+            plan(job(optimizer="ademamx", stages=4, **free))
         with pytest.raises(UserError, match="no entry for ademamix"):
             plan(job(optimizer="ademamix", stages=4, **free))
 

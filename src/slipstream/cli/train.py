@@ -33,8 +33,9 @@ def train(
 
             config = adopt_shape(config)
         config = resolve(config)
+        known = facts(config)  # before anything is printed: it may find a mistake
         print(to_toml(config))
-        print("\n".join(f"# {name}: {value}" for name, value in facts(config).items()))
+        print("\n".join(f"# {name}: {value}" for name, value in known.items()))
         return
     from slipstream.train.session import start
 

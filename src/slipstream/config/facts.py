@@ -5,7 +5,7 @@ from __future__ import annotations
 from slipstream.config.resolve import model_config, updates
 from slipstream.config.settings import Config
 from slipstream.models.sizes import active_parameters, flops_per_token, parameters
-from slipstream.optimizers import OPTIMIZERS
+from slipstream.optimizers import OPTIMIZERS, check_options
 
 
 def facts(config: Config) -> dict[str, str]:
@@ -34,6 +34,7 @@ def _optimizer(config: Config) -> str:
     optim = config.optim
     own = {key: getattr(optim, key) for key in ("lr", "weight_decay", "adamw_lr", "betas", "momentum")}
     given = {key: value for key, value in (own | optim.options).items() if value is not None}
+    check_options(optim.name, given)
     options = {**OPTIMIZERS[optim.name].options, **given}
     if options.get("adamw_lr", ...) is None:
         options["adamw_lr"] = options["lr"]

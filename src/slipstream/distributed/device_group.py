@@ -256,8 +256,16 @@ def _asked_of_gloo(name: str) -> Callable[..., dist.Work]:
     return lambda group, *args, **kwargs: getattr(group.gloo, name)(*args, **kwargs)
 
 
-_GLOOS = ("allgather_coalesced", "allreduce_coalesced", "alltoall", "alltoall_base")
-for _name in (*_GLOOS, "barrier", "gather", "reduce_scatter", "scatter"):
+for _name in (
+    "allgather_coalesced",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "gather",
+    "reduce_scatter",
+    "scatter",
+):
     setattr(DeviceGroup, _name, _asked_of_gloo(_name))
 
 

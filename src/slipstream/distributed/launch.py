@@ -29,7 +29,7 @@ LOST_CONNECTION = ("Connection", "not connected", "closed by the other end", "Br
 # How long the ranks that did not fail first are given to end by themselves and say what they saw.
 GRACE_SECONDS = 10.0
 STACKS = signal.SIGUSR1  # has a worker print where it is
-PRINTING_SECONDS = 0.3
+PRINTING_SECONDS = 0.5
 AT_ONCE_SECONDS = 0.2  # a terminal, or `timeout`, signals a whole group: two requests at once are one
 
 

@@ -9,7 +9,6 @@ Names and defaults are in `slipstream/optimizers.py`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from slipstream.optim.capped import CappedAdamW
 from slipstream.optim.library import LibraryOptimizer
 from slipstream.optim.muon import Muon
 from slipstream.optim.roles import split_parameters
-from slipstream.optimizers import ADAMW_REST, OPTIMIZERS, Defaults, unknown
+from slipstream.optimizers import ADAMW_REST, OPTIMIZERS, Defaults, check_options, unknown
 
 Group = dict[str, Any]
 
@@ -95,7 +94,7 @@ def build(name: str, module: nn.Module, **options: Any) -> Optimizer:
         if value is not None
     }
     try:
-        _check(name, recipe, given, decay)
+        _check(name, given, decay)
         return _made(name, recipe, module, {**recipe.defaults, **given}, decay)
     except (TypeError, ValueError) as error:  # how torch and the library refuse a value
         shown = ", ".join(f"{key}={value}" for key, value in given.items()) or "no options"
@@ -135,13 +134,8 @@ def _recipe(name: str) -> Recipe:
     return RECIPES[name]
 
 
-def _check(name: str, recipe: Recipe, given: Mapping[str, Any], decay: str) -> None:
-    known = [*recipe.defaults, "decay"]
-    for option in given:
-        if option not in recipe.defaults:
-            near = difflib.get_close_matches(option, known, 1)
-            hint = f"Did you mean {near[0]!r}? " if near else ""
-            raise UserError(f"{name} has no option {option!r}. {hint}It has {', '.join(known)}.")
+def _check(name: str, given: Mapping[str, Any], decay: str) -> None:
+    check_options(name, given)
     if decay not in ("matrices", "all"):
         raise UserError(
             f"decay={decay!r}: set it to 'matrices' (weight decay on hidden matrices only) or 'all'."

@@ -106,7 +106,8 @@ def find_penalty(
     """The entry nearest to the job; an optimizer or correction without one is an error, not a guess."""
     mine = [entry for entry in table if (entry.optimizer, entry.correction) == (optimizer, correction)]
     if not mine:
-        known = sorted({f"{entry.optimizer} with {entry.correction}" for entry in table})
+        of_it = [entry for entry in table if entry.optimizer == optimizer]
+        known = sorted({f"{entry.optimizer} with {entry.correction}" for entry in of_it or table})
         raise UserError(
             f"The penalty table has no entry for {optimizer} with correction {correction}. It has: "
             f"{'; '.join(known)}. Choose one of these, or give your own table with --penalty FILE."

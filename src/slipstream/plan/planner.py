@@ -17,7 +17,7 @@ from slipstream.errors import UserError
 from slipstream.models.sizes import active_parameters, flops_per_token, parameters
 from slipstream.plan.candidates import Cut, Fitter, shapes
 from slipstream.plan.layout import Job, Layout, Plan, describe, runs
-from slipstream.plan.memory import StageMemory
+from slipstream.plan.memory import StageMemory, state_bytes
 from slipstream.plan.penalty import Penalty, find_penalty
 from slipstream.plan.throughput import Shape, StageTimes, estimate, simulated
 from slipstream.schedule.generate import GENERATORS, canonical
@@ -35,6 +35,7 @@ def plan(job: Job) -> Plan:
 
 def _search(job: Job) -> Plan | None:
     """None where nothing fits: whoever looks for the nearest layout that does asks this many times."""
+    state_bytes(job.optimizer)  # a name that nobody knows is no matter of penalties
     penalty = None
     if job.schedule is None or not GENERATORS[canonical(job.schedule)].synchronous:  # else nothing is delayed
         penalty = find_penalty(

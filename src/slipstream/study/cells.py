@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from slipstream.config.resolve import updates
+from slipstream.config.settings import SYNCHRONOUS
 from slipstream.errors import UserError
 from slipstream.study.penalty import Curve, mean_penalty, token_penalty
 from slipstream.study.results import Result
@@ -66,8 +67,7 @@ class Cell:
     @property
     def synchronous(self) -> bool:
         """Whether none of its gradients is late: the reference, or a change of the optimizer without delay."""
-        delays = [result.key("pipeline.delay", 1) for result in self.results.values()]
-        return bool(delays) and not any(any(d) if isinstance(d, list) else d for d in delays)
+        return bool(self.results) and not any(_delayed(result) for result in self.results.values())
 
     @property
     def flushed_share(self) -> float:
@@ -221,6 +221,12 @@ def _curve(
     return [
         (sync.results[seed].tokens, sync.losses[seed]) for sync in others if seed in pairs(sync, reference)
     ]
+
+
+def _delayed(result: Result) -> bool:
+    delay = result.key("pipeline.delay", 1)
+    late = any(delay) if isinstance(delay, list) else bool(delay)
+    return late and result.key("pipeline.schedule") not in SYNCHRONOUS
 
 
 def _among(losses: Mapping[str, float], seeds: Sequence[str]) -> dict[str, float]:
