@@ -89,6 +89,11 @@ def greeting_others_only(stage: PipelineStage) -> PipelineStage:
     return stage
 
 
+def default_store() -> dist.Store:
+    """The store that the default process group was made with."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def mark_stepped(optimizer: Optimizer) -> None:
     """Tell LR schedulers that the optimizer has stepped: a pipeline stage's first update comes a call later."""
     optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]

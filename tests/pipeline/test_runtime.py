@@ -10,7 +10,6 @@ from pipeline import tiny
 from pipeline.jobs import M
 from slipstream import Emulator, StageError, UserError, merge_states
 from slipstream.optim.corrections import build_correction
-from slipstream.pipeline.checks import check_connections
 from slipstream.schedule.actions import Kind
 from slipstream.schedule.generate import build
 
@@ -192,13 +191,6 @@ def test_a_temporary_folder_of_any_name_will_do(pool, tmp_path):
     folder.mkdir()
     expected = pool.run("pipeline.jobs:train", range(3), ranks=2)[-1]["losses"]
     assert pool.run("pipeline.jobs:far_down", str(folder), ranks=2)[-1] == expected
-
-
-def test_groups_that_would_wait_in_a_circle_are_refused():
-    for stages, backend, eager in [(4, "nccl", False), (2, "nccl", True), (4, "gloo", True)]:
-        check_connections(stages, backend, eager)
-    with pytest.raises(UserError, match="Leave device_id out"):
-        check_connections(4, "cpu:gloo,cuda:nccl", eager=True)
 
 
 @pytest.mark.parametrize("flushed", [0, 10])

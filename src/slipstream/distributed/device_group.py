@@ -44,6 +44,11 @@ def register(name: str, maker: SlotMaker, carried: str = "cuda") -> None:
         )
 
 
+def slot_maker(name: str) -> SlotMaker:
+    """Where the backend `name` keeps what travels."""
+    return {SHARED: DeviceSlots, STAGED: HostSlots}[name]
+
+
 def register_backends() -> None:
     register(SHARED, DeviceSlots)
     register(STAGED, HostSlots)

@@ -88,6 +88,13 @@ class RingWriter:
         """Let the other end know that nothing more comes; the memory stays."""
         self._wire.close()
 
+    def close(self) -> None:
+        """Hang up and give the memory back."""
+        self.hang_up()
+        self._slots = None
+        self._unread.clear()
+        self._outgrown.clear()
+
 
 class RingReader:
     """The receiving end."""
@@ -134,6 +141,11 @@ class RingReader:
 
     def hang_up(self) -> None:
         self._wire.close()
+
+    def close(self) -> None:
+        self.hang_up()
+        self._slots = None
+        self._outgrown.clear()
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:

@@ -23,6 +23,7 @@ from slipstream.distributed.device_group import (
     can_share,
     register_backends,
 )
+from slipstream.distributed.groups import close_all
 from slipstream.errors import UserError
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
@@ -113,6 +114,7 @@ def initialise(
         _settle_together(world, failed)
         if not failed:
             _leave_together(world)
+        close_all(failed)
         # A group that lost a peer cannot always be closed.
         with contextlib.suppress(RuntimeError, ValueError):
             dist.destroy_process_group()
@@ -162,10 +164,10 @@ def _settle(local_rank: int, local_size: int) -> None:
 
 
 def _backend(rank: int, size: int, local_size: int, store: dist.Store) -> str:
-    """NCCL refuses two ranks on one GPU; on one machine our own group then carries CUDA tensors."""
+    """NCCL refuses two ranks on one GPU unless it is told not to (from 2.30 on); our own group carries them then."""
     if not torch.cuda.is_available():
         return "gloo"
-    if torch.cuda.device_count() >= local_size:
+    if torch.cuda.device_count() >= local_size or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
     if size > local_size:
         return "gloo"  # several machines: CUDA tensors are staged through the host, by the engine only

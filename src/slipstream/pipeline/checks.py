@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from slipstream.distributed.device_group import SHARED, STAGED
 from slipstream.errors import UserError
+from slipstream.pipeline.messages import Spec
 from slipstream.pipeline.torch_stage import StageInfo
-from slipstream.pipeline.transport import Spec
 from slipstream.torch_private import tree_map
 
 
@@ -54,19 +53,6 @@ def check_inputs(stage: StageInfo, args: tuple, kwargs: dict[str, Any], has_targ
     if has_target and not stage.last:
         raise UserError(
             f"Stage {stage.index} of {stage.count} takes no target or losses: only the last stage does."
-        )
-
-
-def check_connections(stages: int, backend: str, eager: bool) -> None:
-    """NCCL groups that torch connects at once (`device_id`) send and receive on one stream, in the order of the calls.
-
-    A receive that is posted ahead then holds up the send behind it, and from four stages on these waits close a circle.
-    """
-    if eager and stages > 2 and backend not in ("gloo", SHARED, STAGED):
-        raise UserError(
-            f"init_process_group was given device_id, so a rank's {backend} messages to and from both its neighbours "
-            "take turns, and the stages would wait for each other for ever. Leave device_id out and call "
-            "torch.cuda.set_device instead."
         )
 
 

@@ -55,8 +55,13 @@ class Depth:
         self._on_host = on_host
         self._open = in_flight is None and stages > 1
         self._decided_at: int | None = None
-        self.warm_up = warm_up_2bw(stages, microbatches, in_flight)[stage]  # w_s
+        self._set(in_flight)
         self.link_seconds = 0.0  # one way to the next stage
+
+    def _set(self, in_flight: int | None) -> None:
+        every = warm_up_2bw(self._stages, self._microbatches, in_flight)
+        self.warm_up = every[self._stage]  # w_s
+        self.warm_up_behind = every[self._stage + 1] if self._stage + 1 < self._stages else 0
 
     def begin_again(self) -> None:
         """After a state was loaded groups are counted from another number."""
@@ -79,7 +84,7 @@ class Depth:
                 max(told.link_seconds),
                 self._on_host,
             )
-            self.warm_up = warm_up_2bw(self._stages, self._microbatches, chosen)[self._stage]
+            self._set(chosen)
 
     def tell(self, tally: Tally, pair_seconds: Callable[[], tuple[float, float]]) -> None:
         """Until the depth is chosen, what the others should know: a forward and backward at its best, and typically."""

@@ -2,103 +2,167 @@
 
 Forward k is answered by gradient k; gradient k is answered by a later forward, at most m further on. A send is
 waited for when its answer is here, so the wait returns at once (on gloo a send cannot be polled); only a drain
-blocks.
+blocks. The receive of gradient j is posted when the last activation that the stage behind computes before it has been
+sent: that is in good time, and it is what keeps devices from waiting for each other in a circle (`in_stream.py`).
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from datetime import timedelta
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.pipeline.checks import check_connections
-from slipstream.pipeline.mesh import new_group
-from slipstream.pipeline.peers import Wait
-from slipstream.pipeline.shared import SharedChannel, accept, offer
+from slipstream.distributed import wires
+from slipstream.distributed.groups import Groups, Scope
+from slipstream.distributed.ring import Door, RingReader, RingWriter, socket_folder
+from slipstream.distributed.slots import HostSlots
+from slipstream.pipeline import in_stream
+from slipstream.pipeline.board import PeerLost
+from slipstream.pipeline.channel import GroupIn, GroupOut, Incoming, Outbox, Outgoing, RingIn, RingOut
+from slipstream.pipeline.messages import Spec, blank, differentiable, spec_of
+from slipstream.pipeline.neighbours import Neighbour, Waiting
+from slipstream.pipeline.peers import InStream, Wait
 from slipstream.pipeline.torch_stage import StageInfo
-from slipstream.pipeline.transport import Channel, Link, Spec, differentiable, spec_of
 
 PINGS = 5
 CLOSING_SECONDS = 2.0  # a dying process closes its connections one after the other
 
 
 class Links:
-    """The channels of one stage: activations in and out, gradients in and out.
+    """The channels of one stage: activations in and out, gradients in and out. All ranks make theirs together."""
 
-    The process groups' channels carry shapes and evaluations throughout, and training where a link cannot be shared.
-    """
+    _activations_in: Incoming
+    _gradients_out: Outgoing
+    _activations_out: Outgoing
+    _gradients_in: Incoming
 
     def __init__(
-        self, stage: StageInfo, microbatches: int, timeout_seconds: float, latency_seconds: float
+        self,
+        stage: StageInfo,
+        meeting: tuple[Scope, Groups] | None,
+        *,
+        warm_up_behind: Callable[[], int],
+        timeout_seconds: float,
+        delay_seconds: float = 0.0,
     ) -> None:
+        """`meeting`: where the ranks find each other; None for a stage that is alone."""
         self._stage = stage
-        self._slots = microbatches + 2
+        self._warm_up_behind = warm_up_behind
+        self._timeout_seconds = timeout_seconds
         self._incoming: Spec | None = None  # of the activations, once the stage before has told
+        self._awaited: deque[Spec] = deque()  # gradients of what was sent whose receive is not posted yet
+        self._posted = 0  # receives of gradients that are posted and not taken
         self._activation_sends: deque[list[Wait]] = deque()
         self._gradient_sends: deque[list[Wait]] = deque()
         self._evaluation_sends: deque[list[Wait]] = deque()
-        if stage.count == 1:
+        self._in_stream = False
+        self._before: Neighbour | None = None
+        self._behind: Neighbour | None = None
+        self._channels: list[Incoming | Outgoing] = []
+        if meeting is None or stage.count == 1:
             return
-        check_connections(stage.count, dist.get_backend(stage.group), _eager())
-        ranks = dist.get_process_group_ranks(stage.group or dist.group.WORLD)
-        timeout = timedelta(seconds=timeout_seconds)
-        backend = None if dist.get_backend(stage.group) != "gloo" else "gloo"
-        forward, backward = (new_group(ranks, timeout, backend) for _ in range(2))
-        # A slow network is tried out on the process groups, which is where messages can be delayed.
-        self._may_share = stage.device.type == "cpu" and not latency_seconds
+        scope, groups = meeting
+        self._in_stream = groups.kind == "nccl"
+        self._meet_neighbours(scope)
+        self._waiting = Waiting([n for n in (self._before, self._behind) if n is not None])
+        self._open(scope, groups, delay_seconds)
 
-        def channel(group: dist.ProcessGroup, peer: int) -> Channel:
-            return Channel(Link(group, ranks[peer], peer, stage.device, timeout_seconds, latency_seconds))
+    # Making them ------------------------------------------------------------------------------------------
 
-        if not stage.first:
-            self._from_before = channel(forward, stage.index - 1)
-            self._to_before = channel(backward, stage.index - 1)
-            self._activations_in: Channel | SharedChannel = self._from_before
-            self._gradients_out: Channel | SharedChannel = self._to_before
-        if not stage.last:
-            self._to_behind = channel(forward, stage.index + 1)
-            self._from_behind = channel(backward, stage.index + 1)
-            self._activations_out: Channel | SharedChannel = self._to_behind
-            self._gradients_in: Channel | SharedChannel = self._from_behind
+    def _meet_neighbours(self, scope: Scope) -> None:
+        index, ranks = self._stage.index, self._ranks()
+        places = [place for place in (index - 1, index + 1) if 0 <= place < self._stage.count]
+        store = scope.under(f"wires/{ranks[0]}")
+        found = wires.connect(
+            store, dist.get_rank(), [ranks[place] for place in places], self._timeout_seconds
+        )
+        for place in places:
+            neighbour = Neighbour(place, found[ranks[place]], self._timeout_seconds)
+            if place < index:
+                self._before = neighbour
+            else:
+                self._behind = neighbour
+
+    def _ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self._stage.group or dist.group.WORLD)
+
+    def _open(self, scope: Scope, groups: Groups, delay_seconds: float) -> None:
+        device, index = self._stage.device, self._stage.index
+        near = {n.stage for n in (self._before, self._behind) if n and n.wire.near and device.type == "cpu"}
+        rings = _rings(scope, self._ranks(), index, near, self._timeout_seconds)
+        staged = device.type == "cuda" and groups.kind == "gloo"
+        # Every other link first: then no pair of stages waits for another pair to be connected.
+        for link in sorted(
+            range(max(0, index - 1), min(index + 1, self._stage.count - 1)), key=lambda i: (i % 2, i)
+        ):
+            lower = link == index
+            neighbour = self._behind if lower else self._before
+            assert neighbour is not None
+            if neighbour.stage in rings:
+                writer, reader = rings[neighbour.stage]
+                out: Outgoing = RingOut(neighbour, writer)
+                into: Incoming = RingIn(neighbour, reader)
+            else:
+                pair = [self._ranks()[link], self._ranks()[link + 1]]
+                forward, backward = (
+                    groups.device(f"link/{pair[0]}-{pair[1]}/{way}", pair, link=way)
+                    for way in ("forward", "backward")
+                )
+                if self._in_stream and lower:
+                    out = in_stream.ActivationsOut(neighbour, forward)
+                    into = in_stream.GradientsIn(neighbour, backward, device)
+                elif self._in_stream:
+                    out = in_stream.GradientsOut(neighbour, backward, device, self._waiting)
+                    into = in_stream.ActivationsIn(neighbour, forward, device, self._waiting)
+                else:
+                    out = GroupOut(neighbour, forward if lower else backward)
+                    into = GroupIn(neighbour, backward if lower else forward, device, staged)
+            if staged or delay_seconds:
+                out = Outbox(neighbour, out, device, delay_seconds)
+            self._channels += [out, into]
+            if lower:
+                self._activations_out, self._gradients_in = out, into
+            else:
+                self._gradients_out, self._activations_in = out, into
 
     def introduce(self, spec: Spec) -> float:
         """Tell the next stage the shapes to expect, and time the link there; returns seconds one way."""
-        self._to_behind.send_spec(spec)
-        if self._may_share and (shared := offer(self._to_behind, self._from_behind, spec, self._slots)):
-            self._activations_out, self._gradients_in = shared
-        message = _blank(spec, self._stage.device)
+        assert self._behind is not None
+        self._behind.tell_shapes(spec)
+        message = blank(spec, self._stage.device)
         best = float("inf")
         for _ in range(PINGS):
             start = time.perf_counter()
             self._gradients_in.post(differentiable(spec))
             handles = self._activations_out.send(message)
             self._gradients_in.receive("an answer to the timing of the link")
-            if self._to_behind.link.in_stream:
-                torch.cuda.synchronize(self._stage.device)
+            if self._stage.device.type == "cuda":
+                torch.cuda.current_stream(self._stage.device).synchronize()
             best = min(best, time.perf_counter() - start)
             self._activations_out.finish(handles, "the timing of the link")
         return best / 2
 
-    def _meet(self) -> Spec:
+    def _be_introduced(self) -> Spec:
         """The other end of `introduce`."""
-        spec = self._from_before.receive_spec()
-        if self._may_share and (shared := accept(self._from_before, self._to_before, spec, self._slots)):
-            self._activations_in, self._gradients_out = shared
-        answer = _blank(differentiable(spec), self._stage.device)
+        assert self._before is not None
+        spec = self._before.hear_shapes(self._waiting)
+        answer = blank(differentiable(spec), self._stage.device)
         for _ in range(PINGS):
             self._activations_in.post(spec)
             self._activations_in.receive("the timing of the link")
             self._gradients_out.finish(self._gradients_out.send(answer), "the timing of the link")
         return spec
 
+    # Training ---------------------------------------------------------------------------------------------
+
     def receive_activations(self, group: int, index: int, more: bool) -> list[Tensor]:
         """The input of a microbatch; the next receive of the group is posted before this one is used."""
         if self._incoming is None:
-            self._incoming = self._meet()
+            self._incoming = self._be_introduced()
         if index == 0:
             self._activations_in.post(self._incoming)
         if more:
@@ -108,17 +172,25 @@ class Links:
             tensor.requires_grad_(spec.requires_grad)
         return received
 
-    def send_activations(self, group: int, index: int, outputs: list[Tensor], spec: Spec) -> None:
-        self._gradients_in.post(differentiable(spec))
+    def send_activations(self, outputs: list[Tensor], spec: Spec) -> None:
         self._activation_sends.append(self._activations_out.send(outputs))
+        self._awaited.append(differentiable(spec))
+        while len(self._awaited) > self._warm_up_behind():
+            self._post_gradient()
+
+    def _post_gradient(self) -> None:
+        self._gradients_in.post(self._awaited.popleft())
+        self._posted += 1
 
     def receive_gradients(self, group: int, index: int) -> list[Tensor]:
-        what = f"the gradient of group {group}, microbatch {index}"
-        received = self._gradients_in.receive(what)
+        if not self._posted:
+            self._post_gradient()
+        received = self._gradients_in.receive(f"the gradient of group {group}, microbatch {index}")
+        self._posted -= 1
         self._activations_out.finish(self._activation_sends.popleft(), "activations")  # answered by this
         return received
 
-    def send_gradients(self, group: int, index: int, inputs: list[Tensor], keep: int) -> None:
+    def send_gradients(self, group: int, inputs: list[Tensor], keep: int) -> None:
         grads = []
         for tensor in inputs:
             if tensor.requires_grad:
@@ -134,40 +206,77 @@ class Links:
         while self._gradient_sends:
             self._gradients_out.finish(self._gradient_sends.popleft(), "gradients")
         while self._evaluation_sends:
-            self._to_behind.finish(self._evaluation_sends.popleft(), "activations of an evaluation")
+            self._activations_out.finish(self._evaluation_sends.popleft(), "activations of an evaluation")
 
-    def closed_neighbour(self) -> str | None:
-        """A neighbour whose link is known to be closed, by name: it died, or it gave up on another one."""
-        found = [getattr(self, name, None) for name in ("_activations_in", "_gradients_in")]
-        ends = [end for end in found if end is not None and end.closed() is not None]
-        deadline = time.monotonic() + CLOSING_SECONDS
-        while ends and time.monotonic() < deadline:
-            for end in ends:
-                if end.closed():
-                    return str(end.link)
-            time.sleep(0.01)
-        return None
+    # Evaluation: forwards only, over the same channels ----------------------------------------------------
 
-    def exchange_evaluation_spec(self, index: int, spec: Spec | None) -> Spec | None:
-        """The shapes of an evaluation's activations, told before its first microbatch."""
-        if self._stage.first:
-            return None
-        return self._from_before.receive_spec() if index == 0 else spec
+    def hear_evaluation(self) -> Spec | None:
+        """The shapes of an evaluation's activations, told before its first microbatch; None on the first stage."""
+        return None if self._before is None else self._before.hear_shapes(self._waiting)
 
     def receive_evaluation(self, index: int, spec: Spec) -> list[Tensor]:
-        self._from_before.post(spec)
-        return self._from_before.receive(f"the activations of evaluation microbatch {index}")
+        self._activations_in.post(spec)
+        return self._activations_in.receive(f"the activations of evaluation microbatch {index}")
 
     def send_evaluation(self, index: int, outputs: list[Tensor]) -> None:
         if index == 0:
-            self._to_behind.send_spec(spec_of(outputs))
-        self._evaluation_sends.append(self._to_behind.send(outputs))
+            assert self._behind is not None
+            self._behind.tell_shapes(spec_of(outputs))
+        self._evaluation_sends.append(self._activations_out.send(outputs))
+
+    # Waiting and ending -----------------------------------------------------------------------------------
+
+    def wait_for(self, wait: Wait) -> None:
+        """Wait for something of an update, looking after the neighbours where their devices depend on it."""
+        if not self._in_stream or isinstance(wait, InStream):
+            wait.wait()
+            return
+        deadline = time.monotonic() + self._timeout_seconds
+        while not wait.is_completed():
+            self._waiting.look_around()
+            if time.monotonic() > deadline:
+                raise PeerLost(f"no answer within the timeout of {self._timeout_seconds:g} s")
+            self._waiting.pause()
+        wait.wait()
+
+    def lost_neighbour(self) -> str | None:
+        """A neighbour that is known to be gone, by name: it died, or it gave up on another one."""
+        ends = [neighbour for neighbour in (self._before, self._behind) if neighbour is not None]
+        deadline = time.monotonic() + CLOSING_SECONDS
+        while ends and time.monotonic() < deadline:
+            for neighbour in ends:
+                if neighbour.wire.hung_up():
+                    return str(neighbour)
+            time.sleep(0.01)
+        return None
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+        for neighbour in (self._before, self._behind):
+            if neighbour is not None:
+                neighbour.wire.close()
 
 
-def _eager() -> bool:
-    """Whether torch connects groups when they are made, and not when they are first used."""
-    return getattr(dist.group.WORLD, "bound_device_id", None) is not None
-
-
-def _blank(spec: Spec, device: torch.device) -> list[Tensor]:
-    return [torch.zeros(s.shape, dtype=s.dtype, device=device) for s in spec]
+def _rings(
+    scope: Scope, ranks: list[int], index: int, near: set[int], timeout_seconds: float
+) -> dict[int, tuple[RingWriter, RingReader]]:
+    """A ring to and from each stage of `near`: whoever writes knocks at the reader's door."""
+    if not near:
+        return {}
+    store = scope.under(f"rings/{ranks[0]}")
+    with socket_folder() as folder:
+        door = Door(folder)
+        store.set(f"door/{index}", door.path)
+        writers = {
+            stage: RingWriter(
+                door.knock(store.get(f"door/{stage}").decode(), index), HostSlots, timeout_seconds
+            )
+            for stage in sorted(near)
+        }
+        readers: dict[int, RingReader] = {}
+        while len(readers) < len(near):
+            stage, end = door.admit(timeout_seconds)
+            readers[stage] = RingReader(end, HostSlots)
+        door.close()
+    return {stage: (writers[stage], readers[stage]) for stage in near}

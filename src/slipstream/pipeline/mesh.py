@@ -11,20 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.distributed import wires
+from slipstream.distributed.groups import Group, Groups, Scope
 from slipstream.errors import UserError
 from slipstream.lists import copy_, mul_
-from slipstream.pipeline.board import meet
+from slipstream.pipeline.board import Board, PeerLost, suits
 from slipstream.pipeline.checks import check_ties
 from slipstream.pipeline.peers import (
     Gradients,
     Heard,
+    InStream,
     Steps,
     Tally,
     Wait,
@@ -60,28 +62,38 @@ class Mesh:
         stages: int,
         group: dist.ProcessGroup | None,
         data_group: dist.ProcessGroup | None,
+        scope: Scope,
+        groups: Groups,
         sharded: bool,
         presharded: bool,
         timeout_seconds: float,
     ) -> None:
-        timeout = timedelta(seconds=timeout_seconds)
         sizes = [p.numel() for p in parameters]
         # What it takes to make a gradient, not the weights: a sharded master gives most of them back.
         self._forms = [(p.shape, p.dtype, p.device) for p in map(local, parameters)]
         shapes = {name: [tuple(parameters[i].shape) for i in indices] for name, indices in ties.items()}
         self.layout = _discover(len(sizes), shapes, stage, stages, group, data_group)
         self._ties = ties
-        # Two updates can be under way, and ranks need not agree which of "gather of g" and "reduce of g+1" comes
-        # first: on one group that would deadlock, on two each keeps its own order.
-        self._reducing, self._gathering = (_like(data_group, timeout) for _ in range(2))
         self._degree = len(self.layout.data_ranks)
+        # One group for reductions and gathers: updates follow one another, so all ranks use it in one order.
+        self._data: Group | None = None
+        if self._degree > 1:
+            self._data = groups.device(f"data/{_joined(self.layout.data_ranks)}", self.layout.data_ranks)
         self._presharded = presharded  # FSDP2: gradients arrive reduced, and in shards
-        self._control = _control_group(group, data_group, timeout)
-        self._board = meet(self._control, _numbers(self.layout), timeout_seconds)
+        self.in_step = presharded and groups.kind == "nccl"
+        everyone = _everyone(group, data_group)
+        self._board: Board | None = None
+        self._control: Group | None = None
+        if suits(len(everyone), _numbers(self.layout)):
+            others = [rank for rank in everyone if rank != dist.get_rank()]
+            found = wires.connect(scope.under("board"), dist.get_rank(), others, timeout_seconds)
+            self._board = Board(dist.get_rank(), found, timeout_seconds)
+        else:
+            self._control = groups.host("control", everyone)
         self._tie_groups = {
-            name: _tie_group(self.layout, name, timeout)
-            for name, stages_holding in sorted(self.layout.holders.items())
-            if len(stages_holding) > 1
+            name: TieGroup(self.layout, name, scope, groups, timeout_seconds)
+            for name, holding in sorted(self.layout.holders.items())
+            if len(holding) > 1 and stage in holding
         }
         tied = {index for indices in ties.values() for index in indices}
         self.owner = _owners(sizes, tied, self._degree) if sharded else [self.layout.data_rank] * len(sizes)
@@ -117,13 +129,9 @@ class Mesh:
         for owner in range(self._degree) if self._sharded else [None]:
             members = [g for g, o in zip(grads, self.owner, strict=True) if owner is None or o == owner]
             for flat, tensors in _flattened(members):
-                if owner is None:
-                    work = dist.all_reduce(flat, group=self._reducing, async_op=True)
-                else:
-                    target = self.layout.data_ranks[owner]
-                    work = dist.reduce(flat, target, group=self._reducing, async_op=True)
-                assert work is not None
-                buckets.append((work, flat, tensors))
+                assert self._data is not None
+                work = self._data.all_reduce(flat) if owner is None else self._data.reduce(flat, owner)
+                buckets.append((_waiting(work, self._data), flat, tensors))
         for work, flat, tensors in buckets:
             yield work
             mul_([flat], 1.0 / self._degree)
@@ -134,9 +142,7 @@ class Mesh:
             total = sum_present([grads[index] for index in indices])
             if name in self._tie_groups and not (self._sharded and indices[0] not in self.owned):
                 total = self._present(grads, indices[0]) if total is None else total.clone()
-                work = dist.all_reduce(total, group=self._tie_groups[name], async_op=True)
-                assert work is not None
-                yield work
+                yield from self._tie_groups[name].all_reduce(total)
             hand_out(total, grads, indices)
 
     def exchange(self, squares: Tensor, tally: Tally) -> Generator[Wait, None, Heard]:
@@ -157,9 +163,8 @@ class Mesh:
     def _sum_over_ranks(self, vector: Tensor) -> Wait:
         if self._board is not None:
             return self._board.all_reduce(vector)
-        work = dist.all_reduce(vector, group=self._control, async_op=True)
-        assert work is not None
-        return work
+        assert self._control is not None
+        return self._control.all_reduce(vector)
 
     def gather(self, weights: Sequence[Tensor]) -> Steps:
         if not self._sharded or self._degree == 1:
@@ -168,24 +173,88 @@ class Mesh:
         for owner in range(self._degree):
             members = [w for w, o in zip(weights, self.owner, strict=True) if o == owner]
             for flat, tensors in _flattened(members):
-                source = self.layout.data_ranks[owner]
-                work = dist.broadcast(flat, source, group=self._gathering, async_op=True)
-                assert work is not None
-                buckets.append((work, flat, tensors, owner))
+                assert self._data is not None
+                work = self._data.broadcast(flat, owner)
+                buckets.append((_waiting(work, self._data), flat, tensors, owner))
         for work, flat, tensors, owner in buckets:
             yield work
             if owner != self.layout.data_rank:
                 copy_(tensors, _unflattened(flat, tensors))
 
     def agree(self, weights: Sequence[Tensor]) -> None:
-        if self._degree > 1 and not self._presharded:
+        if self._data is not None and not self._presharded:
             for weight in weights:
-                _broadcast(weight, self.layout.data_ranks[0], self._gathering)
+                _broadcast(weight, self._data)
         for name, indices in sorted(self._ties.items()):
             if name in self._tie_groups:
-                source = self.layout.pipeline_ranks[self.layout.holders[name][0]]
-                _broadcast(weights[indices[0]], source, self._tie_groups[name])
+                _broadcast(weights[indices[0]], self._tie_groups[name].group)
             copy_first(weights, indices)
+
+    def close(self) -> None:
+        """Hang up; the groups are closed by whoever made them."""
+        for tie in self._tie_groups.values():
+            tie.close()
+        if self._board is not None:
+            self._board.close()
+
+
+class TieGroup:
+    """The stages of one pipeline that hold a tied weight.
+
+    Where devices wait, the kernel of a later stage would stand there until the first stage has made its gradient, for
+    P-1 microbatches: it is queued when the first holder has told that its own is (`in_stream.py` says why so).
+    """
+
+    def __init__(
+        self, layout: Layout, name: str, scope: Scope, groups: Groups, timeout_seconds: float
+    ) -> None:
+        ranks = [layout.pipeline_ranks[stage] for stage in layout.holders[name]]
+        where = f"tie/{_joined(ranks)}/{name}"
+        self.group = groups.device(where, ranks)
+        self._wires: dict[int, wires.Wire] = {}
+        if self.group.in_stream:
+            others = ranks[1:] if self.group.rank == 0 else ranks[:1]
+            self._wires = wires.connect(scope.under(where), dist.get_rank(), others, timeout_seconds)
+
+    def all_reduce(self, tensor: Tensor) -> Steps:
+        if self._wires and self.group.rank > 0:
+            (first,) = self._wires.values()
+            yield _Notice(first)
+        work = self.group.all_reduce(tensor)
+        if self.group.rank == 0:
+            for wire in self._wires.values():
+                wire.send(b"")
+        yield _waiting(work, self.group)
+
+    def close(self) -> None:
+        for wire in self._wires.values():
+            wire.close()
+
+
+class _Notice:
+    """Waits for the next message of a wire."""
+
+    def __init__(self, wire: wires.Wire) -> None:
+        self._wire = wire
+        self._here = False
+
+    def is_completed(self) -> bool:
+        self._here = self._here or self._wire.receive() is not None
+        if not self._here and self._wire.gone:
+            raise PeerLost(f"{self._wire} closed its connection")
+        return self._here
+
+    def wait(self) -> None:
+        while not self.is_completed():
+            wires.wait_readable([self._wire], 1.0)
+
+
+def _waiting(work: Wait, group: Group) -> Wait:
+    return InStream(work) if group.in_stream else work
+
+
+def _joined(ranks: Sequence[int]) -> str:
+    return "-".join(str(rank) for rank in ranks)
 
 
 def _numbers(layout: Layout) -> int:
@@ -225,35 +294,12 @@ def _discover(
     )
 
 
-def _control_group(
-    group: dist.ProcessGroup | None, data_group: dist.ProcessGroup | None, timeout: timedelta
-) -> dist.ProcessGroup:
-    """A host-side group over all pipelines of the mesh, so that they agree on stops, skips and sharded norms."""
+def _everyone(group: dist.ProcessGroup | None, data_group: dist.ProcessGroup | None) -> list[int]:
+    """The ranks of all pipelines of the mesh: they agree on stops, skips and sharded norms."""
     ranks = [dist.get_rank()] if data_group is None else dist.get_process_group_ranks(data_group)
     rows: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(rows, ranks, group=group)
-    return new_group(sorted({rank for row in rows for rank in row}), timeout)
-
-
-def _tie_group(layout: Layout, name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """The holders' group. Torch names a group by how many this rank has made, so the others make one as well."""
-    holders = [layout.pipeline_ranks[stage] for stage in layout.holders[name]]
-    own = layout.pipeline_ranks[layout.stage]
-    return new_group(holders if own in holders else [own], timeout, backend=None)
-
-
-def _like(group: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Another group of the same ranks and backend."""
-    if group is None:
-        return None
-    return new_group(dist.get_process_group_ranks(group), timeout, dist.get_backend(group))
-
-
-def new_group(ranks: list[int], timeout: timedelta, backend: str | None = "gloo") -> dist.ProcessGroup:
-    """A group that only its members have to make."""
-    made = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    return sorted({rank for row in rows for rank in row})
 
 
 def _owners(sizes: Sequence[int], tied: set[int], degree: int) -> list[int]:
@@ -266,9 +312,10 @@ def _owners(sizes: Sequence[int], tied: set[int], degree: int) -> list[int]:
     return owner
 
 
-def _broadcast(weight: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+def _broadcast(weight: Tensor, group: Group) -> None:
+    """To every rank of the group the values of the first."""
     value = weight.detach().contiguous()
-    dist.broadcast(value, source, group=group)
+    group.broadcast(value, 0).wait()
     weight.copy_(value)
 
 

@@ -40,6 +40,19 @@ class OnDevice:
         self.event.synchronize()
 
 
+@dataclass(frozen=True)
+class InStream:
+    """A collective whose kernels the device waits for: waiting orders its stream and lets the host go on."""
+
+    work: Wait
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
 @dataclass
 class Tally:
     """What a rank tells the others once per update, beside the squared norms of its gradients."""
@@ -64,6 +77,7 @@ class Peers(Protocol):
 
     owned: list[int]  # parameters whose master and optimizer state live on this rank
     counted: list[bool]  # whether this rank's slot of a parameter enters the norm
+    in_step: bool  # whether an update's collectives must stand at one place among the microbatches of all data ranks
 
     def reduce(self, grads: Gradients) -> Steps:
         """Average over the data axis, in place (for a sharded optimizer: at least on the owner)."""
@@ -85,9 +99,13 @@ class Peers(Protocol):
         """At the start, give tied weights and data ranks the values of the first of them."""
         ...
 
+    def close(self) -> None: ...
+
 
 class Alone:
     """One process that holds the whole model. `ties`: lists of indices of parameters that are one weight."""
+
+    in_step = False
 
     def __init__(self, count: int, ties: Sequence[Sequence[int]] = ()) -> None:
         self.owned = list(range(count))
@@ -113,6 +131,9 @@ class Alone:
     def agree(self, weights: Sequence[Tensor]) -> None:
         for tie in self.ties:
             copy_first(weights, tie)
+
+    def close(self) -> None:
+        pass
 
 
 def copy_first(weights: Sequence[Tensor], tie: Sequence[int]) -> None:

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from slipstream.distributed.groups import Groups, Scope, carrier
 from slipstream.errors import StageError, UserError
 from slipstream.optim.corrections import Correction, build_correction
 from slipstream.pipeline import state as states
@@ -38,12 +39,12 @@ from slipstream.pipeline.depth import Depth
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.links import Links
 from slipstream.pipeline.mesh import Mesh
+from slipstream.pipeline.messages import Spec, spec_of
 from slipstream.pipeline.microbatches import Microbatch, as_predicate, check_loss, merged, split
 from slipstream.pipeline.peers import Alone
 from slipstream.pipeline.sharding import collapse, materialised
 from slipstream.pipeline.torch_stage import read_stage
 from slipstream.pipeline.trace import Trace
-from slipstream.pipeline.transport import Spec, spec_of
 from slipstream.pipeline.update import Updater, check_covers, no_optimizer
 from slipstream.pipeline.versions import Prepare, Replica, Versions, check_layers, evaluating, split_shared
 from slipstream.schedule.actions import Kind
@@ -102,15 +103,26 @@ class Schedule2BW:
         check_sharding(presharded, shard_optimizer, data_group)
         names = self._versions.names
         indices = {key: [names.index(name) for name in local] for key, local in ties.items()}
+        self._groups: Groups | None = None
         if self._stage.count == 1 and data_group is None:
             check_ties([{key: [tuple(parameters[i].shape) for i in held] for key, held in indices.items()}])
             self._peers: Alone | Mesh = Alone(len(names), list(indices.values()))
+            meeting = None
         else:
+            scope = Scope.agree(self._stage.group, data_group)
+            kind = carrier(self._stage.group, self._stage.device)
+            self._groups = Groups(scope, self._stage.device, kind, timeout)
+            meeting = scope, self._groups
             self._peers = Mesh(
                 parameters, indices,
-                stage=self._stage.index, stages=self._stage.count, group=self._stage.group,
-                data_group=data_group, sharded=shard_optimizer, presharded=presharded, timeout_seconds=timeout,
+                stage=self._stage.index, stages=self._stage.count, group=self._stage.group, data_group=data_group,
+                scope=scope, groups=self._groups, sharded=shard_optimizer, presharded=presharded,
+                timeout_seconds=timeout,
             )  # fmt: skip
+        self._links = Links(
+            self._stage, meeting, warm_up_behind=lambda: self._depth.warm_up_behind,
+            timeout_seconds=timeout, delay_seconds=link_latency,
+        )  # fmt: skip
         self._peers.agree(self._versions.master.weights)
         self._versions.spread()
         self._sharded = shard_optimizer
@@ -124,12 +136,13 @@ class Schedule2BW:
             [self._versions], self.optimizer, build_correction(correction), max_grad_norm, self._peers
         )
         self._accumulator = Accumulator(self._versions.master)
-        self._links = Links(self._stage, n_microbatches, timeout, link_latency)
+        self._updater.wait_for = self._links.wait_for
         self._trace = Trace(self._stage.index, self._stage.device)
         self._updater.timing = lambda group: self._trace.action(Kind.UPDATE, group, version=group + 1)
         self._flight: deque[_InFlight] = deque()
         self._spec: Spec | None = None  # of this stage's output, fixed by the first microbatch
         self._failed: str | None = None
+        self._closed = False
         self.group = 0  # groups handed in
 
     # The loop ---------------------------------------------------------------------------------------------
@@ -188,9 +201,8 @@ class Schedule2BW:
         self.drain()
         results = []
         with self._guarded(), torch.no_grad(), self.gathered_master() as module, evaluating(module):
-            spec = None
+            spec = self._links.hear_evaluation()
             for index, microbatch in enumerate(microbatches):
-                spec = self._links.exchange_evaluation_spec(index, spec)
                 message = self._links.receive_evaluation(index, spec) if spec else list(microbatch[0])
                 output = self._stage.route.run(self._versions.master.call, message, microbatch[1])
                 if self._stage.last:
@@ -231,7 +243,7 @@ class Schedule2BW:
                 f"Stage {self._stage.index} returned {shapes(spec)} for group {group}, microbatch {index}, but "
                 f"{shapes(self._spec)} before. Every microbatch must have the same shapes: pad or drop the odd one."
             )
-        self._links.send_activations(group, index, outputs, spec)
+        self._links.send_activations(outputs, spec)
 
     def _backward(self) -> None:
         group, index, replica, inputs, outputs = self._flight.popleft()
@@ -246,7 +258,7 @@ class Schedule2BW:
                 torch.autograd.backward(roots, grads)
             self._accumulator.add(replica)
         if not self._stage.first:
-            self._links.send_gradients(group, index, inputs, keep=self.n_microbatches)
+            self._links.send_gradients(group, inputs, keep=self.n_microbatches)
         if index + 1 == self.n_microbatches:
             self._depth.tell(self._updater.tally, self._trace.pair_seconds)
             self._updater.begin(group, self._accumulator.take(replica))
@@ -262,7 +274,7 @@ class Schedule2BW:
         try:
             self._updater.finish(self._versions.reads(group).index - 1)
         except PeerLost as error:
-            lost = self._links.closed_neighbour()
+            lost = self._links.lost_neighbour()
             if lost is None:
                 raise
             raise StageError(
@@ -369,6 +381,32 @@ class Schedule2BW:
     def take_trace(self) -> list[Span]:
         """The spans recorded since the last call."""
         return self._trace.take()
+
+    def close(self) -> None:
+        """Give back process groups, threads, sockets, shared memory and banks, on all ranks together.
+
+        What is in flight lands first, unless the schedule failed. The master stays the user's module.
+        """
+        if self._closed:
+            return
+        if self._failed is None:
+            self.drain()
+        self._closed = True
+        failed = self._failed is not None
+        self._failed = self._failed or "it was closed"
+        self._links.close()
+        self._peers.close()
+        if self._groups is not None:
+            self._groups.close(failed)
+        self._flight.clear()
+
+    def __enter__(self) -> Schedule2BW:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if error is not None and self._failed is None:
+            self._failed = f"{type(error).__name__}: {error}"
+        self.close()
 
     # Errors -----------------------------------------------------------------------------------------------
 

@@ -124,10 +124,15 @@ class Trace:
             self._spans.append(Span(self._rank, action, began, ended))
 
     def pair_seconds(self) -> tuple[float, float]:
-        """One forward and one backward: the least time they took lately, and the typical time."""
-        kinds = (Kind.FORWARD, Kind.BACKWARD)
-        self._read_queued(wait=any(kind not in self._recent for kind in kinds))
-        recent = [self._recent[kind] for kind in kinds]
+        """One forward and one backward: the least time they took lately, and the typical time; 0 while not known.
+
+        It waits for no device: others may wait there for this very host.
+        """
+        self._read_queued()
+        recent = [self._recent.get(kind) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+        if not all(recent):
+            return 0.0, 0.0
+        recent = [times for times in recent if times]
         return sum(min(times) for times in recent), sum(median(times) for times in recent)
 
     def take(self) -> list[Span]:
@@ -141,9 +146,9 @@ class Trace:
         self._busy_seconds += seconds
         self._recent.setdefault(kind, deque(maxlen=RECENT)).append(seconds)
 
-    def _read_queued(self, wait: bool = False) -> None:
+    def _read_queued(self) -> None:
         """Take the times of what the device has done."""
-        while self._queued and (wait or self._queued[0].end.query()):
+        while self._queued and self._queued[0].end.query():
             self._read_first()
 
     def _read_first(self) -> None:

@@ -64,11 +64,13 @@ class Updater:
         self.peers = peers
         self.parameters = [p for v in self.versions for p in v.master.parameters]
         self.completed = 0
+        self.awaited = -1  # the last group whose update someone waits for
         self.skipped = 0
         self.grad_norms: dict[int, float] = {}  # of recent groups; a skipped group's is not finite
         self.tally = Tally()
         self.heard: dict[int, Heard] = {}  # what all ranks told, by recent group
         self.after_update: Callable[[int], None] | None = None
+        self.wait_for: Callable[[Wait], object] = lambda wait: wait.wait()  # how to block
         self.in_hook = False  # while `after_update` runs, inside its update
         self.timing: Callable[[int], AbstractContextManager[None]] = lambda group: contextlib.nullcontext()
         self._pending: deque[_Transaction] = deque()
@@ -81,6 +83,7 @@ class Updater:
         """Drop what is known of recent groups: a state was loaded, and they may come again."""
         self.grad_norms.clear()
         self.heard.clear()
+        self.awaited = self.completed - 1
 
     def enter(self, group: int) -> None:
         """Group `group` enters: its update will use the hyperparameters of this moment."""
@@ -98,14 +101,11 @@ class Updater:
 
     def begin(self, group: int, grads: Gradients) -> None:
         """The last backward of `group` is done; `grads` now belong to its update."""
-        transaction = _Transaction(group, self._steps(group, grads))
-        self._pending.append(transaction)
-        with contextlib.suppress(PeerLost):
-            transaction.advance()
-            self._advance()
+        self._pending.append(_Transaction(group, self._steps(group, grads)))
+        self.advance()
 
     def advance(self) -> None:
-        """Go on with pending updates as far as that needs no waiting; none overtakes an earlier one.
+        """Go on with pending updates, one after the other, as far as that needs no waiting.
 
         A lost peer is left for `finish` to report: a receive from a neighbour, which comes first, can name it.
         """
@@ -113,23 +113,20 @@ class Updater:
             self._advance()
 
     def _advance(self) -> None:
-        ahead: _Transaction | None = None
-        for transaction in list(self._pending):
-            while (ahead is None or transaction.legs < ahead.legs) and transaction.ready():
-                if not transaction.advance():
-                    break
-            if transaction.done:
+        while self._pending and self._pending[0].ready():
+            self._pending[0].advance(self.wait_for)
+            if self._pending[0].done:
                 self._pending.popleft()
-            else:
-                ahead = transaction
 
     def finish(self, group: int) -> None:
         """Block until update `group` and all before it are done."""
+        self.awaited = max(self.awaited, group)
         while self._pending and self._pending[0].group <= group:
             transaction = self._pending[0]
             try:
-                transaction.wait()
-                transaction.advance()
+                transaction.advance(self.wait_for)
+                if transaction.done:
+                    self._pending.popleft()
                 self._advance()
             except PeerLost as error:
                 raise PeerLost(
@@ -144,15 +141,17 @@ class Updater:
         yield from self.peers.reduce(grads)
         yield from self.peers.tie(grads)
         if self.correction.corrects_gradient:
-            yield _Turn(self, group)  # the correction reads z_g
             self._correct_gradient(group, grads)
         heard = yield from self.peers.exchange(self._squares(grads), self.tally)
-        yield _Turn(self, group)
         norm = math.sqrt(total) if math.isfinite(total := _sum(heard.squares)) else math.nan
         self.grad_norms[group] = norm
         self.heard[group] = heard
         for recent in (self.grad_norms, self.heard):
             recent.pop(group - RECENT_GROUPS, None)
+        if self.peers.in_step:
+            # Sharded matrices travel between data ranks, as FSDP's own collectives do in every microbatch: their order
+            # must be the same on all of these ranks, so they start where all of them wait for this update.
+            yield _Awaited(self, group)
         yield from self._step_and_publish(group, grads, norm)
         self.completed = group + 1
         if self.after_update is not None:
@@ -287,12 +286,24 @@ class Updater:
                     entry[key] = now[key]
 
 
+class _Awaited:
+    """Until an update is waited for."""
+
+    def __init__(self, updater: Updater, group: int) -> None:
+        self._updater, self._group = updater, group
+
+    def is_completed(self) -> bool:
+        return self._updater.awaited >= self._group
+
+    def wait(self) -> None:
+        assert self.is_completed()
+
+
 class _Transaction:
-    """A generator of waits, and how many of them it has passed."""
+    """An update under way: a generator of what it waits for."""
 
     def __init__(self, group: int, steps: Iterator[Wait]) -> None:
         self.group = group
-        self.legs = 0
         self.done = False
         self._steps = steps
         self._waiting: Wait | None = None
@@ -300,41 +311,20 @@ class _Transaction:
     def ready(self) -> bool:
         return not self.done and (self._waiting is None or self._waiting.is_completed())
 
-    def wait(self) -> None:
-        if self._waiting is None:
-            return
-        try:
-            self._waiting.wait()
-        except RuntimeError as error:  # gloo and NCCL report a lost peer so
-            if not isinstance(self._waiting, dist.Work):
-                raise
-            raise PeerLost(str(error).splitlines()[0][:160]) from error
-
-    def advance(self) -> bool:
-        """Run to the next wait; False when there is none left."""
-        self.wait()  # completed: this only collects an error, or orders CUDA streams
+    def advance(self, wait_for: Callable[[Wait], object]) -> None:
+        """Run to the next wait. Where this one is completed, waiting only collects an error or orders CUDA streams."""
+        if self._waiting is not None:
+            try:
+                wait_for(self._waiting)
+            except RuntimeError as error:  # gloo and NCCL report a lost peer so
+                if not isinstance(self._waiting, dist.Work):
+                    raise
+                raise PeerLost(str(error).splitlines()[0][:160]) from error
         try:
             self._waiting = next(self._steps)
-            self.legs += 1
         except StopIteration:
             self._waiting = None
             self.done = True
-        return not self.done
-
-
-class _Turn:
-    """Waits until every earlier update is done."""
-
-    def __init__(self, updater: Updater, group: int) -> None:
-        self._updater = updater
-        self._group = group
-
-    def is_completed(self) -> bool:
-        return self._updater.completed >= self._group
-
-    def wait(self) -> None:
-        if not self.is_completed():
-            self._updater.finish(self._group - 1)
 
 
 def no_optimizer() -> Optimizer:

@@ -1,0 +1,202 @@
+"""The process groups of one schedule: made when it is made, in one agreed order, and given back when it is closed.
+
+Torch names a new group by how many groups a rank happens to have made, so that ranks with different histories wait
+for each other for ever. Here the ranks first agree on a word (`Scope`), and every group is a backend of torch's own
+under that word and a name. Nothing is entered into torch's tables, so closing a schedule leaves no trace of it.
+
+Which backend carries a device's tensors is asked of the group that the user made (`carrier`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.distributed.device_group import SHARED, STAGED, DeviceGroup, slot_maker
+from slipstream.errors import UserError
+from slipstream.torch_private import default_store
+
+# Torch's own watchdog ends a process without a word of ours: it gets its turn well after our timeout.
+WATCHDOG_GRACE_SECONDS = 120.0
+Way = Literal["forward", "backward"]  # from the stage before to the stage behind, and back
+LINK_CTAS = 4  # thread blocks of one link's kernel: activations are megabytes, and the stages need the rest
+
+
+def carrier(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """The backend that carries tensors of `device` in a user's group: "gloo", "nccl", or one of ours."""
+    config = dist.get_backend_config(group)
+    pairs = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
+    found = pairs.get(device.type, config if not pairs else None)
+    if found not in ("gloo", "nccl", SHARED, STAGED):
+        raise UserError(
+            f"The process group carries {device.type} tensors over {found or 'nothing'} ({config}). Give the stage "
+            f"a group made with {'nccl, or cpu:gloo,cuda:nccl' if device.type == 'cuda' else 'gloo'}."
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A part of the default store that the ranks of one schedule have for themselves."""
+
+    store: dist.Store
+
+    @classmethod
+    def agree(cls, group: dist.ProcessGroup | None, data_group: dist.ProcessGroup | None) -> Scope:
+        """The same on all ranks of the pipelines that `data_group` joins: the word of the first of them."""
+        word = uuid.uuid4().hex
+        for each in [group] if data_group is None else [group, data_group]:
+            words: list[Any] = [None] * dist.get_world_size(each)
+            dist.all_gather_object(words, word, group=each)
+            word = words[0]
+        return cls(dist.PrefixStore(f"slipstream/{word}", default_store()))
+
+    def under(self, name: str) -> dist.Store:
+        return dist.PrefixStore(name, self.store)
+
+
+class Group:
+    """One rank's end of a process group, with the calls that the engine makes. Ranks are those of the group."""
+
+    def __init__(self, backend: Any, ranks: Sequence[int], kind: str) -> None:
+        self.backend = backend
+        self.ranks = list(ranks)  # global
+        self.kind = kind
+        self.rank = self.ranks.index(dist.get_rank())
+        self.size = len(self.ranks)
+
+    @property
+    def in_stream(self) -> bool:
+        """Whether waiting for a message orders the device's stream and lets the host go on."""
+        return self.kind == "nccl"
+
+    def send(self, tensor: Tensor, peer: int) -> dist.Work:
+        return self.backend.send([tensor], peer, 0)
+
+    def recv(self, tensor: Tensor, peer: int) -> dist.Work:
+        return self.backend.recv([tensor], peer, 0)
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> dist.Work:
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        return self.backend.allreduce([tensor], options)
+
+    def reduce(self, tensor: Tensor, root: int) -> dist.Work:
+        options: Any = dist.ReduceOptions()
+        options.rootRank = root
+        options.reduceOp = dist.ReduceOp.SUM
+        return self.backend.reduce([tensor], options)
+
+    def broadcast(self, tensor: Tensor, root: int) -> dist.Work:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        return self.backend.broadcast([tensor], options)
+
+    def close(self, failed: bool) -> None:
+        """Give back sockets, threads and, over NCCL, the device's memory."""
+        if self.kind == "nccl" and failed:
+            self.backend.abort()  # a kernel may wait for a rank that is gone
+        else:
+            self.backend.shutdown()
+
+
+class Groups:
+    """Makes the groups of one schedule and closes them together."""
+
+    open: ClassVar[WeakSet[Groups]] = WeakSet()  # of this process: whoever leaves early has to close them
+
+    def __init__(self, scope: Scope, device: torch.device, kind: str, timeout_seconds: float) -> None:
+        self._scope = scope
+        self._device = device
+        self.kind = kind
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._made: list[Group] = []
+        Groups.open.add(self)
+        atexit.unregister(close_all)
+        atexit.register(close_all, failed=True)
+
+    def host(self, name: str, ranks: Sequence[int]) -> Group:
+        """A gloo group, for tensors in host memory."""
+        return self._add(self._gloo(name, ranks), ranks, "gloo")
+
+    def device(self, name: str, ranks: Sequence[int], link: Way | None = None) -> Group:
+        """A group that carries the device's tensors as the user's does; `link`: one direction between two stages.
+
+        It is connected when this returns: nothing is set up in the middle of a run.
+        """
+        if self.kind == "nccl":
+            made = self._add(self._nccl(name, ranks, link), ranks, "nccl")
+        elif self.kind in (SHARED, STAGED):
+            store, rank = self._place(name, ranks)
+            backend = DeviceGroup(
+                store, rank, len(ranks), self._timeout, maker=slot_maker(self.kind), carried="cuda"
+            )
+            made = self._add(backend, ranks, self.kind)
+        else:
+            made = self.host(name, ranks)
+        if made.in_stream:
+            self._connect(made, link)
+        return made
+
+    def close(self, failed: bool = False) -> None:
+        Groups.open.discard(self)
+        while self._made:
+            self._made.pop().close(failed)
+
+    def _add(self, backend: Any, ranks: Sequence[int], kind: str) -> Group:
+        self._made.append(Group(backend, ranks, kind))
+        return self._made[-1]
+
+    def _place(self, name: str, ranks: Sequence[int]) -> tuple[dist.Store, int]:
+        return self._scope.under(name), list(ranks).index(dist.get_rank())
+
+    def _gloo(self, name: str, ranks: Sequence[int]) -> Any:
+        store, rank = self._place(name, ranks)
+        return dist.ProcessGroupGloo(store, rank, len(ranks), timeout=self._timeout)
+
+    def _nccl(self, name: str, ranks: Sequence[int], link: Way | None) -> Any:
+        store, rank = self._place(name, ranks)
+        options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = self._timeout + timedelta(seconds=WATCHDOG_GRACE_SECONDS)
+        options.global_ranks_in_group = list(ranks)
+        options.group_name = f"slipstream {name}"
+        if link:
+            options.config.max_ctas = LINK_CTAS
+            options.config.min_ctas = 1
+        return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+
+    def _connect(self, group: Group, link: Way | None) -> None:
+        """NCCL connects at the first message of a kind: send it now, and wait for it."""
+        probe = torch.zeros(1, device=self._device)
+        if link is None:
+            work = group.all_reduce(probe)
+        elif (group.rank == 0) == (link == "forward"):
+            work = group.send(probe, 1 - group.rank)
+        else:
+            work = group.recv(probe, 1 - group.rank)
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                others = ", ".join(str(rank) for rank in group.ranks if rank != dist.get_rank())
+                raise UserError(
+                    f"NCCL did not connect to rank {others} within {self._timeout.total_seconds():g} s."
+                )
+            time.sleep(0.0005)
+        work.wait()
+
+
+def close_all(failed: bool) -> None:
+    """Of a process that ends without having closed its schedules."""
+    for groups in list(Groups.open):
+        groups.close(failed)
