@@ -8,6 +8,7 @@ HOME = SOURCE / "torch_private.py"
 
 # What `torch_private.py` uses. A new torch that renames one breaks here first.
 PRIVATE = {
+    "_get_default_store",
     "_PipelineStage",
     "_PipelineStageBase",
     "_foreach_add_",

@@ -26,8 +26,8 @@ def lacking() -> str | None:
         return "needs a CUDA device"
     if torch.cuda.device_count() < MOST_RANKS and LIBRARY is None:
         return (
-            f"needs {MOST_RANKS} GPUs, or an NCCL that lets ranks share one: pip download nvidia-nccl-cu13>=2.30, unpack it, "
-            "and set SLIPSTREAM_TEST_NCCL to its libnccl.so.2"
+            f"needs {MOST_RANKS} GPUs, or an NCCL that lets ranks share one: pip download nvidia-nccl-cu13 (2.30 or "
+            "later), unpack it, and set SLIPSTREAM_TEST_NCCL to its libnccl.so.2"
         )
     return None
 

@@ -45,9 +45,12 @@ def data(group, rows=2 * M):
 
 def train(
     world, stages=None, backend=None, device_id=False, optimizer="adamw", tied=True, mode="replicated", traced=False,
-    groups=30, bank_dtype=None, layers=tiny.LAYERS, **options,
+    groups=30, bank_dtype=None, layers=tiny.LAYERS, machines=1, **options,
 ):  # fmt: skip
     """Drains, evaluations, captures and a synchronous start among 30 groups; then the emulator on the first rank."""
+    if machines > 1:
+        name = f"machine {world.rank * machines // world.size}"
+        os.environ["NCCL_HOSTID"] = os.environ["SLIPSTREAM_MACHINE"] = name
     tiny.LAYERS = layers
     torch.cuda.set_device(DEVICE)
     if backend is not None:
@@ -109,7 +112,7 @@ def _run(schedule, index, stages, column, degree, groups):
 def emulate(groups, make, tied, bank_dtype, options):
     rest = {key: value for key, value in options.items() if key not in ("timeout", "in_flight")}
     emulator = Emulator(
-        tiny.Model(tied=tied).to(DEVICE), M, tiny.loss_fn, make, bank_dtype=bank_dtype, **rest
+        tiny.Model(0, tiny.LAYERS, tied=tied).to(DEVICE), M, tiny.loss_fn, make, bank_dtype=bank_dtype, **rest
     )
     losses, evaluated = [], []
     for group in range(groups):
@@ -139,10 +142,23 @@ def _fully_sharded(group):
 
 
 def _traced(world):
-    model = tiny.Model(tied=False)
+    model = tiny.Model(0, tiny.LAYERS, tied=False)
     points = {f"layers.{i * 4 // world.size}": SplitPoint.BEGINNING for i in range(1, world.size)}
     pipe = pipeline(model, mb_args=(tiny.batch(0, rows=2)[0],), split_spec=points)
     return pipe.build_stage(world.rank, DEVICE)
+
+
+def warm(world):
+    """A few groups; the memory that is left on the device."""
+    torch.cuda.set_device(DEVICE)
+    module = tiny.Model(*tiny.cut(world.rank, world.size), tied=False).to(DEVICE)
+    stage = PipelineStage(module, world.rank, world.size, DEVICE)
+    with Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, timeout=60) as schedule:
+        for group in range(3):
+            x, y = data(group)
+            last = world.rank == world.size - 1
+            schedule.step(*((x,) if world.rank == 0 else ()), **({"target": y} if last else {}))
+    return torch.cuda.mem_get_info()[0]
 
 
 def lose(world, how, stage, group, seed=0):

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from slipstream.distributed import RankPool
+
 pytestmark = [pytest.mark.gpu]
 SECONDS = 60  # after which every rank prints where it is
 
@@ -62,3 +64,20 @@ def test_two_stages_on_two_data_ranks_each(nccl, mode, optimizer):
         "nccl.jobs:train", ranks=4, stages=2, mode=mode, optimizer=optimizer, tied=tied, timeout=SECONDS
     )
     check(results, rel=1e-6 if optimizer == "adamw" else 2e-3, whole=False)
+
+
+def test_schedules_made_and_closed_leave_nothing(nccl):
+    for left in nccl.run("nccl.jobs:many", 30, ranks=2, timeout=SECONDS):
+        files, threads, native, reserved, *_ = left[2]
+        assert left[-1][0] <= files
+        assert left[-1][1] <= threads
+        assert left[-1][2] <= native
+        assert left[-1][3] <= reserved
+        free = [row[4] for row in left if len(row) > 4]
+        assert free[-1] >= free[1] - (64 << 20), free
+
+
+def test_two_machines(surroundings):
+    """Ranks 0 and 1 on one, 2 and 3 on the other: sockets between them, for NCCL and for our own wires."""
+    with RankPool(4, {**surroundings, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}) as pool:
+        check(pool.run("nccl.jobs:train", ranks=4, machines=2, timeout=120))

@@ -1,21 +1,30 @@
 """What the ranks do in test_board.py."""
 
+import os
 import time
 
 import torch
 import torch.distributed as dist
 
-from slipstream.pipeline.board import MOST_BYTES, Board, PeerLost, meet
+from slipstream.distributed import wires
+from slipstream.pipeline.board import Board, PeerLost
+from slipstream.torch_private import default_store
 
 
-def _board(size=1, timeout=60.0) -> Board:
-    board = meet(dist.group.WORLD, size, timeout)
-    assert board is not None
-    return board
+def _board(timeout=60.0, machine=None) -> Board:
+    """`machine`: the name of this rank's machine, where it is to be taken for another one."""
+    if machine is not None:
+        os.environ["SLIPSTREAM_MACHINE"] = machine
+    try:
+        store = dist.PrefixStore("board", default_store())
+        others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+        return Board(dist.get_rank(), wires.connect(store, dist.get_rank(), others, 60.0), timeout)
+    finally:
+        os.environ.pop("SLIPSTREAM_MACHINE", None)
 
 
-def two_rounds_at_a_time(world):
-    board = _board(world.size)
+def two_rounds_at_a_time(world, machines=1):
+    board = _board(machine=f"machine {world.rank % machines}" if machines > 1 else None)
     pending, heard = [], []
     for number in range(6):
         vector = torch.zeros(world.size, dtype=torch.float64)
@@ -49,8 +58,7 @@ def one_is_late(world):
 def one_leaves(world):
     board = _board()
     if world.rank == 1:
-        for wire in board._sockets.values():
-            wire.close()
+        board.close()
         return None
     return _error(board)
 
@@ -71,5 +79,42 @@ def _error(board):
     return None
 
 
-def too_long(world):
-    return meet(dist.group.WORLD, MOST_BYTES // 8 + 1, 60.0) is None
+def many_files(world):
+    """With more files open than `select` takes."""
+    pipes = [os.pipe() for _ in range(600)]
+    try:
+        return two_rounds_at_a_time(world)
+    finally:
+        for ends in pipes:
+            for end in ends:
+                os.close(end)
+
+
+def a_stranger(world):
+    """Somebody who does not know the word comes first, and is shown out."""
+    import socket
+    import threading
+
+    store = dist.PrefixStore("stranger", world.store)
+    stranger = None
+    if world.rank == 1:
+
+        def knock():
+            import json
+
+            store.wait(["places/0"])
+            nonlocal stranger
+            stranger = socket.socket(socket.AF_UNIX)
+            stranger.connect(json.loads(store.get("places/0"))["path"])
+            stranger.sendall(b"\0\0\0\1" + b"x" * 32)
+
+        store.set("machine/1", wires.machine())
+        thread = threading.Thread(target=knock)
+        thread.start()
+        thread.join()
+    found = wires.connect(store, world.rank, [1 - world.rank], 30.0)
+    found[1 - world.rank].send(b"hello")
+    deadline = time.monotonic() + 20
+    while (said := found[1 - world.rank].receive()) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return said, None if stranger is None else stranger.recv(1)

@@ -3,6 +3,7 @@
 import pytest
 
 from slipstream.distributed.affinity import share
+from slipstream.pipeline.board import suits
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -28,8 +29,25 @@ def test_a_rank_that_is_silent_is_named(pool):
     assert waited == "rank 1 told nothing within the timeout of 0.5 s"
 
 
-def test_a_vector_too_long_for_a_packet_keeps_gloo(pool):
-    assert pool.run("pipeline.board_jobs:too_long", ranks=2) == [True, True]
+def test_very_long_vectors_and_very_many_ranks_keep_gloo():
+    assert suits(32, 4096)
+    assert not suits(33, 1)
+    assert not suits(2, 4097)
+
+
+def test_ranks_of_two_machines_meet_over_the_network(pool):
+    results = pool.run("pipeline.board_jobs:two_rounds_at_a_time", 2, ranks=4)
+    assert results == pool.run("pipeline.board_jobs:two_rounds_at_a_time", ranks=4)
+
+
+def test_more_open_files_than_select_takes(pool):
+    assert len(set(map(str, pool.run("pipeline.board_jobs:many_files", ranks=2)))) == 1
+
+
+def test_a_stranger_is_shown_out(pool):
+    (first, _), (second, shown_out) = pool.run("pipeline.board_jobs:a_stranger", ranks=2)
+    assert first == second == b"hello"
+    assert shown_out == b""
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])

@@ -10,6 +10,7 @@ Which backend carries a device's tensors is asked of the group that the user mad
 from __future__ import annotations
 
 import atexit
+import os
 import time
 import uuid
 from collections.abc import Sequence
@@ -34,13 +35,15 @@ LINK_CTAS = 4  # thread blocks of one link's kernel: activations are megabytes, 
 
 def carrier(group: dist.ProcessGroup | None, device: torch.device) -> str:
     """The backend that carries tensors of `device` in a user's group: "gloo", "nccl", or one of ours."""
+    if device.type == "cpu":
+        return "gloo"  # whatever else the group may do, and also where it carries nothing but CUDA tensors
     config = dist.get_backend_config(group)
     pairs = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
     found = pairs.get(device.type, config if not pairs else None)
     if found not in ("gloo", "nccl", SHARED, STAGED):
         raise UserError(
             f"The process group carries {device.type} tensors over {found or 'nothing'} ({config}). Give the stage "
-            f"a group made with {'nccl, or cpu:gloo,cuda:nccl' if device.type == 'cuda' else 'gloo'}."
+            "a group made with nccl, or with cpu:gloo,cuda:nccl."
         )
     return found
 
@@ -167,6 +170,8 @@ class Groups:
 
     def _nccl(self, name: str, ranks: Sequence[int], link: Way | None) -> Any:
         store, rank = self._place(name, ranks)
+        # Each link has a group to itself, so that its messages are in one order is no news to warn of.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
         options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = self._timeout + timedelta(seconds=WATCHDOG_GRACE_SECONDS)
         options.global_ranks_in_group = list(ranks)

@@ -125,11 +125,9 @@ def connect(store: dist.Store, own: int, peers: Sequence[int], timeout_seconds: 
     """
     if not peers:
         return {}
-    deadline = timedelta(seconds=timeout_seconds)
     word = _agreed_word(store)
     store.set(f"machine/{own}", machine())
-    store.wait([f"machine/{peer}" for peer in peers], deadline)
-    near = {peer: store.get(f"machine/{peer}").decode() == machine() for peer in peers}
+    near = {peer: _posted(store, "machine", peer, timeout_seconds) == machine() for peer in peers}
     opened = sum(peer > own for peer in peers)
     wires: dict[int, Wire] = {}
     with socket_folder() as folder:
@@ -142,8 +140,7 @@ def connect(store: dist.Store, own: int, peers: Sequence[int], timeout_seconds: 
                 places["address"] = [_addresses(), listeners[1].getsockname()[1]]
             store.set(f"places/{own}", json.dumps(places))
             for peer in sorted(peer for peer in peers if peer < own):
-                store.wait([f"places/{peer}"], deadline)
-                found = json.loads(store.get(f"places/{peer}"))
+                found = json.loads(_posted(store, "places", peer, timeout_seconds))
                 end = _knock(found, near[peer], peer, timeout_seconds)
                 end.sendall(struct.pack("!I", own) + word)
                 wires[peer] = Wire(end, peer, timeout_seconds, near[peer])
@@ -154,6 +151,18 @@ def connect(store: dist.Store, own: int, peers: Sequence[int], timeout_seconds: 
             for listener in listeners:
                 listener.close()
     return dict(sorted(wires.items()))
+
+
+def _posted(store: dist.Store, what: str, peer: int, timeout_seconds: float) -> str:
+    """What a peer has put into the store under this name, when it has."""
+    try:
+        store.wait([f"{what}/{peer}"], timedelta(seconds=timeout_seconds))
+    except dist.DistStoreError as error:
+        raise StageError(
+            f"waited for rank {peer} to make its schedule for {timeout_seconds:g} s in vain. All ranks of a pipeline, and "
+            "of the pipelines that share data_group, make it together: did that rank fail before, or is it elsewhere?"
+        ) from error
+    return store.get(f"{what}/{peer}").decode()
 
 
 def machine() -> str:

@@ -50,6 +50,8 @@ def main(descriptor: int) -> None:
         listener = None
         with contextlib.suppress(OSError):
             _answer(connection, answer)
+        if answer[0] == "crash" and "CUDA error" in str(answer[1][0]):
+            os._exit(1)  # the device is of no more use to this process; the next job gets another one
 
 
 def _listen(connection: Connection, jobs: queue.SimpleQueue) -> None:

@@ -12,7 +12,11 @@ A kernel of the stage before may then wait for the host of the stage behind, nev
 needs nothing more of the stage before to get there: k is sent in the order in which it will be received, and the
 receive of gradient j is queued only after the last activation that the stage behind computes before it. The last
 stage's kernels wait for no host at all, so neither do, step by step towards the first, any others for ever.
-`tests/pipeline/test_waits.py` runs this as a model in which every host waits for its device after every action.
+
+Both stages queue the kernels of a link in one order: send k, receive j here; receive k, send j there, j being the
+gradient that follows k. So nothing can go wrong either where streams share a queue of the hardware (there are eight by
+default), which makes a kernel wait for whatever was queued before it. `tests/pipeline/test_waits.py` runs all this as
+a model in which every host waits for its device after every action.
 
 Each direction of each link has a communicator and so a stream of its own; receives are queued from a side stream, so
 that they need not wait for what the stage is computing.
@@ -112,7 +116,7 @@ class _Held:
 
 
 class ActivationsIn:
-    """On the stage behind: queued when they have been sent, ahead of their use if that is known in time."""
+    """On the stage behind: queued when they have been sent."""
 
     def __init__(self, before: Neighbour, group: Group, device: torch.device, waiting: Waiting) -> None:
         self._before, self._waiting = before, waiting

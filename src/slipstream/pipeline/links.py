@@ -160,12 +160,16 @@ class Links:
     # Training ---------------------------------------------------------------------------------------------
 
     def receive_activations(self, group: int, index: int, more: bool) -> list[Tensor]:
-        """The input of a microbatch; the next receive of the group is posted before this one is used."""
+        """The input of a microbatch.
+
+        The next receive of the group is posted before this one is used, except where devices wait: there both stages
+        have to queue the two halves of every message in one order, and its gradient's send may come in between.
+        """
         if self._incoming is None:
             self._incoming = self._be_introduced()
-        if index == 0:
+        if index == 0 or self._in_stream:
             self._activations_in.post(self._incoming)
-        if more:
+        if more and not self._in_stream:
             self._activations_in.post(self._incoming)
         received = self._activations_in.receive(f"the activations of group {group}, microbatch {index}")
         for tensor, spec in zip(received, self._incoming, strict=True):
