@@ -159,8 +159,8 @@ def _posted(store: dist.Store, what: str, peer: int, timeout_seconds: float) -> 
         store.wait([f"{what}/{peer}"], timedelta(seconds=timeout_seconds))
     except dist.DistStoreError as error:
         raise StageError(
-            f"waited for rank {peer} to make its schedule for {timeout_seconds:g} s in vain. All ranks of a pipeline, and "
-            "of the pipelines that share data_group, make it together: did that rank fail before, or is it elsewhere?"
+            f"waited for rank {peer} to make its schedule for {timeout_seconds:g} s in vain. All ranks of a pipeline, "
+            "and of the pipelines that share data_group, make it together: did that rank fail before?"
         ) from error
     return store.get(f"{what}/{peer}").decode()
 
