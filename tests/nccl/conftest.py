@@ -6,7 +6,6 @@ SLIPSTREAM_TEST_NCCL to such a library (`libnccl.so.2` of the nvidia-nccl-cu13 w
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 
@@ -32,24 +31,25 @@ def lacking() -> str | None:
     return None
 
 
-@contextlib.contextmanager
-def environment() -> Iterator[dict[str, str]]:
-    """What the ranks are started with."""
+@pytest.fixture(scope="session")
+def library() -> dict[str, str]:
+    """What ranks are started with."""
+    if reason := lacking():
+        pytest.skip(reason)
     if torch.cuda.device_count() >= MOST_RANKS:
-        yield {}
-        return
+        return {}
     assert LIBRARY is not None
-    shared = {"LD_PRELOAD": LIBRARY, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    with partitioned(1) as service:
-        yield {**service.environment, **shared}
+    return {"LD_PRELOAD": LIBRARY, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 
 @pytest.fixture(scope="session")
-def surroundings() -> Iterator[dict[str, str]]:
-    if reason := lacking():
-        pytest.skip(reason)
-    with environment() as found:
-        yield found
+def surroundings(library: dict[str, str]) -> Iterator[dict[str, str]]:
+    """The same, at work at the same time where they share a GPU. A client that is killed takes the service with it."""
+    if not library:
+        yield library
+        return
+    with partitioned(1) as service:
+        yield {**service.environment, **library}
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,8 @@ KINDS = ("SIGKILL", "SIGSTOP", "forward", "backward")
 
 
 @pytest.fixture(scope="module")
-def ranks(surroundings):
-    with RankPool(3, surroundings) as pool:
+def ranks(library):
+    with RankPool(3, library) as pool:
         yield pool
 
 

@@ -120,14 +120,25 @@ class Groups:
     open: ClassVar[WeakSet[Groups]] = WeakSet()  # of this process: whoever leaves early has to close them
 
     def __init__(self, scope: Scope, device: torch.device, kind: str, timeout_seconds: float) -> None:
-        self._scope = scope
+        self.scope = scope
         self._device = device
-        self.kind = kind
+        self.kind = kind  # of what carries the device's tensors
         self._timeout = timedelta(seconds=timeout_seconds)
         self._made: list[Group] = []
         Groups.open.add(self)
         atexit.unregister(close_all)
         atexit.register(close_all, failed=True)
+
+    @classmethod
+    def meet(
+        cls,
+        group: dist.ProcessGroup | None,
+        data_group: dist.ProcessGroup | None,
+        device: torch.device,
+        timeout_seconds: float,
+    ) -> Groups:
+        """By all ranks of the pipelines that `data_group` joins, together; `group` is this rank's pipeline."""
+        return cls(Scope.agree(group, data_group), device, carrier(group, device), timeout_seconds)
 
     def host(self, name: str, ranks: Sequence[int]) -> Group:
         """A gloo group, for tensors in host memory."""
@@ -162,7 +173,7 @@ class Groups:
         return self._made[-1]
 
     def _place(self, name: str, ranks: Sequence[int]) -> tuple[dist.Store, int]:
-        return self._scope.under(name), list(ranks).index(dist.get_rank())
+        return self.scope.under(name), list(ranks).index(dist.get_rank())
 
     def _gloo(self, name: str, ranks: Sequence[int]) -> Any:
         store, rank = self._place(name, ranks)
@@ -183,6 +194,7 @@ class Groups:
 
     def _connect(self, group: Group, link: Way | None) -> None:
         """NCCL connects at the first message of a kind: send it now, and wait for it."""
+        group.backend.eager_connect_single_device(self._device)
         probe = torch.zeros(1, device=self._device)
         if link is None:
             work = group.all_reduce(probe)

@@ -83,16 +83,19 @@ class RankPool:
         ranks = self._size if ranks is None else ranks
         if not 1 <= ranks <= self._size:
             raise UserError(f"A job of {ranks} ranks does not fit a pool of {self._size} processes.")
-        self._workers = [w for w in self._workers if w.alive()]
-        while len(self._workers) < self._size:
-            self._workers.append(_Worker(self._environment))
-            if self._signalled is not None:
-                self._workers[-1].signal(self._signalled)
+        self._replace_lost()
         workers = self._workers[:ranks]
         port = workers[0].serve()
         for rank, worker in enumerate(workers):
             send(worker.connection, (_name_of(function), args, kwargs, rank, ranks, port))
         return _collect(workers, timeout)
+
+    def _replace_lost(self) -> None:
+        self._workers = [worker for worker in self._workers if worker.alive()]
+        while len(self._workers) < self._size:
+            self._workers.append(_Worker(self._environment))
+            if self._signalled is not None:
+                self._workers[-1].signal(self._signalled)
 
     def signal(self, number: int) -> None:
         """Send a signal to every worker, also to those that are still to be started."""
@@ -133,7 +136,13 @@ class _Worker:
         return self._process.pid
 
     def alive(self) -> bool:
-        return self._process.poll() is None
+        """Whether it can take a job: one that is about to exit has closed its socket."""
+        if self._process.poll() is not None:
+            return False
+        if self.connection.poll(0):  # nothing is owed to us between jobs, so this is its end
+            self.kill()
+            return False
+        return True
 
     def serve(self) -> int:
         """Have this worker listen on a loopback port where the ranks of the next job will meet."""

@@ -51,6 +51,7 @@ def main(descriptor: int) -> None:
         with contextlib.suppress(OSError):
             _answer(connection, answer)
         if answer[0] == "crash" and "CUDA error" in str(answer[1][0]):
+            connection.close()
             os._exit(1)  # the device is of no more use to this process; the next job gets another one
 
 

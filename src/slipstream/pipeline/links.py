@@ -43,13 +43,13 @@ class Links:
     def __init__(
         self,
         stage: StageInfo,
-        meeting: tuple[Scope, Groups] | None,
+        groups: Groups | None,
         *,
         warm_up_behind: Callable[[], int],
         timeout_seconds: float,
         delay_seconds: float = 0.0,
     ) -> None:
-        """`meeting`: where the ranks find each other; None for a stage that is alone."""
+        """`groups`: where the ranks find each other; None for a stage that is alone."""
         self._stage = stage
         self._warm_up_behind = warm_up_behind
         self._timeout_seconds = timeout_seconds
@@ -63,13 +63,12 @@ class Links:
         self._before: Neighbour | None = None
         self._behind: Neighbour | None = None
         self._channels: list[Incoming | Outgoing] = []
-        if meeting is None or stage.count == 1:
+        if groups is None or stage.count == 1:
             return
-        scope, groups = meeting
         self._in_stream = groups.kind == "nccl"
-        self._meet_neighbours(scope)
+        self._meet_neighbours(groups.scope)
         self._waiting = Waiting([n for n in (self._before, self._behind) if n is not None])
-        self._open(scope, groups, delay_seconds)
+        self._open(groups, delay_seconds)
 
     # Making them ------------------------------------------------------------------------------------------
 
@@ -90,10 +89,10 @@ class Links:
     def _ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self._stage.group or dist.group.WORLD)
 
-    def _open(self, scope: Scope, groups: Groups, delay_seconds: float) -> None:
+    def _open(self, groups: Groups, delay_seconds: float) -> None:
         device, index = self._stage.device, self._stage.index
         near = {n.stage for n in (self._before, self._behind) if n and n.wire.near and device.type == "cpu"}
-        rings = _rings(scope, self._ranks(), index, near, self._timeout_seconds)
+        rings = _rings(groups.scope, self._ranks(), index, near, self._timeout_seconds)
         staged = device.type == "cuda" and groups.kind == "gloo"
         # Every other link first: then no pair of stages waits for another pair to be connected.
         for link in sorted(

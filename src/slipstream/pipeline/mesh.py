@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.distributed import wires
-from slipstream.distributed.groups import Group, Groups, Scope
+from slipstream.distributed.groups import Group, Groups
 from slipstream.errors import UserError
 from slipstream.lists import copy_, mul_
 from slipstream.pipeline.board import Board, PeerLost, suits
@@ -62,7 +62,6 @@ class Mesh:
         stages: int,
         group: dist.ProcessGroup | None,
         data_group: dist.ProcessGroup | None,
-        scope: Scope,
         groups: Groups,
         sharded: bool,
         presharded: bool,
@@ -86,12 +85,12 @@ class Mesh:
         self._control: Group | None = None
         if suits(len(everyone), _numbers(self.layout)):
             others = [rank for rank in everyone if rank != dist.get_rank()]
-            found = wires.connect(scope.under("board"), dist.get_rank(), others, timeout_seconds)
+            found = wires.connect(groups.scope.under("board"), dist.get_rank(), others, timeout_seconds)
             self._board = Board(dist.get_rank(), found, timeout_seconds)
         else:
             self._control = groups.host("control", everyone)
         self._tie_groups = {
-            name: TieGroup(self.layout, name, scope, groups, timeout_seconds)
+            name: TieGroup(self.layout, name, groups, timeout_seconds)
             for name, holding in sorted(self.layout.holders.items())
             if len(holding) > 1 and stage in holding
         }
@@ -205,16 +204,14 @@ class TieGroup:
     P-1 microbatches: it is queued when the first holder has told that its own is (`in_stream.py` says why so).
     """
 
-    def __init__(
-        self, layout: Layout, name: str, scope: Scope, groups: Groups, timeout_seconds: float
-    ) -> None:
+    def __init__(self, layout: Layout, name: str, groups: Groups, timeout_seconds: float) -> None:
         ranks = [layout.pipeline_ranks[stage] for stage in layout.holders[name]]
         where = f"tie/{_joined(ranks)}/{name}"
         self.group = groups.device(where, ranks)
         self._wires: dict[int, wires.Wire] = {}
         if self.group.in_stream:
             others = ranks[1:] if self.group.rank == 0 else ranks[:1]
-            self._wires = wires.connect(scope.under(where), dist.get_rank(), others, timeout_seconds)
+            self._wires = wires.connect(groups.scope.under(where), dist.get_rank(), others, timeout_seconds)
 
     def all_reduce(self, tensor: Tensor) -> Steps:
         if self._wires and self.group.rank > 0:

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from slipstream.distributed.groups import Groups, Scope, carrier
+from slipstream.distributed.groups import Groups
 from slipstream.errors import StageError, UserError
 from slipstream.optim.corrections import Correction, build_correction
 from slipstream.pipeline import state as states
@@ -107,20 +107,16 @@ class Schedule2BW:
         if self._stage.count == 1 and data_group is None:
             check_ties([{key: [tuple(parameters[i].shape) for i in held] for key, held in indices.items()}])
             self._peers: Alone | Mesh = Alone(len(names), list(indices.values()))
-            meeting = None
         else:
-            scope = Scope.agree(self._stage.group, data_group)
-            kind = carrier(self._stage.group, self._stage.device)
-            self._groups = Groups(scope, self._stage.device, kind, timeout)
-            meeting = scope, self._groups
+            self._groups = Groups.meet(self._stage.group, data_group, self._stage.device, timeout)
             self._peers = Mesh(
                 parameters, indices,
                 stage=self._stage.index, stages=self._stage.count, group=self._stage.group, data_group=data_group,
-                scope=scope, groups=self._groups, sharded=shard_optimizer, presharded=presharded,
+                groups=self._groups, sharded=shard_optimizer, presharded=presharded,
                 timeout_seconds=timeout,
             )  # fmt: skip
         self._links = Links(
-            self._stage, meeting, warm_up_behind=lambda: self._depth.warm_up_behind,
+            self._stage, self._groups, warm_up_behind=lambda: self._depth.warm_up_behind,
             timeout_seconds=timeout, delay_seconds=link_latency,
         )  # fmt: skip
         self._peers.agree(self._versions.master.weights)

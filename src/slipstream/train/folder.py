@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import secrets
+import subprocess
 import sys
 import time
 import tomllib
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 
 from slipstream.config import Change, Config, changes, from_tree, to_toml
 from slipstream.errors import CheckpointError, DiskError, InUseError, UserError
@@ -129,7 +131,8 @@ def write_environment(folder: Path, config: Config, data: dict[str, Any], device
     environment = {
         "command": sys.argv,
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in packages} | {"torch": str(torch.__version__)},
+        "versions": {name: _version(name) for name in packages} | _torch_versions(),
+        "commit": _commit(),
         "platform": platform.platform(),
         "host": platform.node(),
         "cpus": os.cpu_count(),
@@ -139,6 +142,29 @@ def write_environment(folder: Path, config: Config, data: dict[str, Any], device
         "time": time.time(),
     }
     (folder / "environment.json").write_text(json.dumps(environment, indent=2), encoding="utf-8")
+
+
+def _torch_versions() -> dict[str, str]:
+    found = {"torch": str(torch.__version__)}
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        from torch.cuda import nccl
+
+        found["nccl"] = ".".join(str(part) for part in nccl.version())
+    return found
+
+
+def _commit() -> str | None:
+    """Of the checkout this package is run from, with a mark where files differ from it; None outside of one."""
+    home = Path(__file__).parent
+    words = ["git", "-C", str(home), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        tracked = subprocess.run(
+            ["git", "-C", str(home), "ls-files", "--error-unmatch", __file__], capture_output=True, timeout=10
+        )
+        found = subprocess.run(words, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None if tracked.returncode == 0 and found.returncode == 0 else None
 
 
 def _ended(folder: Path, config: Config, data_fingerprint: str) -> Plan | None:

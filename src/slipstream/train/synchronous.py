@@ -29,6 +29,7 @@ from torch.distributed.pipelining import (
 
 from slipstream.config import Config
 from slipstream.distributed import World
+from slipstream.distributed.groups import Groups
 from slipstream.models.sizes import ModelConfig
 from slipstream.optim.corrections import build_correction
 from slipstream.pipeline import state as states
@@ -80,10 +81,12 @@ class Synchronous:
         if world.size == 1:
             peers: Alone | Mesh = Alone(len(names), list(ties.values()))
         else:
+            seconds = config.train.timeout_seconds
+            self._groups = Groups.meet(group, data_group, device, seconds)
             peers = Mesh(
-                parameters, ties, stage=rank, stages=pipeline.stages, group=group,
-                data_group=data_group, sharded=False, presharded=False,
-                timeout_seconds=config.train.timeout_seconds,
+                parameters, ties, stage=rank, stages=pipeline.stages, group=group, data_group=data_group,
+                groups=self._groups, sharded=False, presharded=False,
+                timeout_seconds=seconds,
             )  # fmt: skip
         self.optimizer = build.optimizer_factory(config)(nn.ModuleList(modules))
         self._updater = Updater(

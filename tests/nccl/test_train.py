@@ -1,0 +1,104 @@
+"""`slipstream train` over NCCL, end to end: a kill, a resume into another number of stages, both launchers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from train.conftest import TINY, make_data
+
+pytestmark = [pytest.mark.gpu]
+OURS = [sys.executable, "-m", "slipstream"]
+SETTINGS = [
+    *TINY,
+    "train.steps=200",
+    "train.device=cuda",
+    "train.dtype=float32",
+    "checkpoint.every=20",
+    "train.eval_every=50",
+]
+
+
+def torchrun(ranks: int, *options: str) -> list[str]:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [*start, *options, "-m", "slipstream"]
+
+
+def steps(folder: Path) -> dict[int, float]:
+    path = folder / "events.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    events = [json.loads(line) for line in lines if line.endswith("}")]
+    return {event["step"]: event["loss"] for event in events if event["event"] == "step"}
+
+
+@pytest.fixture(scope="module")
+def setting(
+    tmp_path_factory: pytest.TempPathFactory, library: dict[str, str]
+) -> tuple[list[str], dict[int, float]]:
+    """Settings, and the losses of a run that nothing disturbed, in one process."""
+    folder = tmp_path_factory.mktemp("nccl")
+    settings = [*SETTINGS, f"data.path={make_data(folder / 'data')}"]
+    command = [*OURS, "train", *settings, f"run.dir={folder / 'plain'}", "pipeline.schedule=emulate"]
+    subprocess.run(command, check=True, timeout=150, stdout=subprocess.DEVNULL)
+    return settings, steps(folder / "plain")
+
+
+def start(library: dict[str, str], command: list[str], log: Path) -> subprocess.Popen:
+    environment = {**os.environ, **library, "OMP_NUM_THREADS": "1"}
+    with log.open("a") as out:
+        return subprocess.Popen(
+            command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+def reach(folder: Path, step: int, process: subprocess.Popen, log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while step not in steps(folder):
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.02)
+
+
+def finish(process: subprocess.Popen, log: Path) -> None:
+    try:
+        assert process.wait(timeout=150) == 0, log.read_text()[-3000:]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_kill_and_a_resume_into_another_depth(setting, library, tmp_path):
+    settings, expected = setting
+    folder, log = tmp_path / "run", tmp_path / "log"
+    four = start(library, [*OURS, "train", *settings, f"run.dir={folder}", "pipeline.stages=4"], log)
+    reach(folder, 50, four, log)
+    os.killpg(four.pid, signal.SIGKILL)
+    four.wait()
+    time.sleep(2)
+    command = [*torchrun(2), "train", *settings, f"run.dir={folder}", "pipeline.stages=2"]
+    finish(start(library, command, log), log)
+    found = steps(folder)
+    assert sorted(found) == list(range(1, 201))
+    assert [found[s] for s in sorted(found)] == pytest.approx([expected[s] for s in sorted(found)], rel=1e-4)
+    assert "nccl" in json.loads((folder / "environment.json").read_text())["versions"]
+
+
+def test_torchrun_restarts_after_a_lost_rank(setting, library, tmp_path):
+    settings, expected = setting
+    folder, log = tmp_path / "run", tmp_path / "log"
+    command = [*torchrun(2, "--max-restarts=2"), "train", *settings, f"run.dir={folder}", "pipeline.stages=2"]
+    process = start(library, [*command, "train.timeout_seconds=20"], log)
+    reach(folder, 50, process, log)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    finish(process, log)
+    found = steps(folder)
+    assert sorted(found) == list(range(1, 201))
+    assert [found[s] for s in sorted(found)] == pytest.approx([expected[s] for s in sorted(found)], rel=1e-4)
