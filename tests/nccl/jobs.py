@@ -177,8 +177,8 @@ def lose(world, how, stage, group, seed=0):
         timeout=8,
     )
     if how == "forward" and world.rank == stage:
-        module = schedule._versions.replicas[group % 2].module
-        module.register_forward_pre_hook(_raising(schedule, group))
+        for replica in schedule._versions.replicas:
+            replica.module.register_forward_pre_hook(_raising(schedule, group))
     if how == "backward" and world.rank == stage:
         for replica in schedule._versions.replicas:
             next(replica.module.parameters()).register_hook(_exhausting(schedule, group))

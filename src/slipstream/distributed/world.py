@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -121,22 +122,31 @@ def initialise(
 
 
 def _settle_together(world: World, failed: bool) -> None:
-    """Ranks that share a GPU: nobody frees what another rank's device may still have to read."""
+    """Ranks that share a GPU's memory: nobody frees what another rank's device may still have to read."""
     groups = list(DeviceGroup.alive)
     DeviceGroup.alive.clear()
+    if not groups:
+        return
     deadline = time.monotonic() + (FAILED_SECONDS if failed else LEAVING_SECONDS)
     for group in groups if failed else ():
         group.hang_up()  # the others give up as well, instead of waiting for this rank
-    with contextlib.suppress(RuntimeError):  # someone else is gone already, and tells its own story
-        if groups and torch.cuda.is_initialized():
+    with contextlib.suppress(RuntimeError):  # a device that failed tells nothing more
+        if torch.cuda.is_initialized():
             done = torch.cuda.Event()
             done.record()
             while not done.query() and time.monotonic() < deadline:
                 time.sleep(0.001)
-        world.store.set(f"settled/{world.rank}", "")
-        if groups:
+
+    def meet() -> None:
+        with contextlib.suppress(RuntimeError):  # someone else is gone already, and tells its own story
+            world.store.set(f"settled/{world.rank}", "")
             names = [f"settled/{rank}" for rank in range(world.size)]
             world.store.wait(names, timedelta(seconds=max(0.1, deadline - time.monotonic())))
+
+    # The store is another rank's: one that is stopped never answers, and a call to it knows no deadline.
+    asking = threading.Thread(target=meet, daemon=True)
+    asking.start()
+    asking.join(max(0.1, deadline - time.monotonic()) + 1.0)
 
 
 def _leave_together(world: World) -> None:
