@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.pipelining import PipelineStage
 
 __all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
@@ -87,6 +88,31 @@ def greeting_others_only(stage: PipelineStage) -> PipelineStage:
 
     stage._get_init_p2p_neighbors_ops = to_others
     return stage
+
+
+def fsdp_meshes(module: nn.Module) -> dict[int, DeviceMesh]:
+    """The mesh over which FSDP2 averages the gradient of a parameter, by the parameter's id."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found: dict[int, DeviceMesh] = {}
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            state: Any = part._get_fsdp_state()
+            if hasattr(state, "_fsdp_param_groups"):
+                groups = state._fsdp_param_groups
+            else:  # up to torch 2.11 a module had one at most
+                groups = [group] if (group := state._fsdp_param_group) is not None else []
+            for group in groups:
+                for parameter in group.fsdp_params:
+                    found[id(parameter.sharded_param)] = parameter.mesh_info.mesh
+    return found
+
+
+def is_strided_shard(placement: object) -> bool:
+    """Whether FSDP2 cut what tensor parallelism had cut along the same dimension before."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, _StridedShard)
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

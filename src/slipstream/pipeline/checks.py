@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from slipstream.distributed.device_group import SHARED, STAGED
 from slipstream.errors import UserError
+from slipstream.pipeline.placement import Placement
 from slipstream.pipeline.torch_stage import StageInfo
 from slipstream.pipeline.transport import Spec
 from slipstream.torch_private import tree_map
@@ -70,17 +70,6 @@ def check_connections(stages: int, backend: str, eager: bool) -> None:
         )
 
 
-def check_sharding(presharded: bool, sharded: bool, data_group: ProcessGroup | None) -> None:
-    if (presharded or sharded) and data_group is None:
-        raise UserError(
-            "Sharded parameters or a sharded optimizer need data_group, the ranks that share them."
-        )
-    if presharded and sharded:
-        raise UserError(
-            "FSDP already shards the optimizer. Set shard_optimizer=False, or prepare without FSDP."
-        )
-
-
 def named_ties(
     tied: dict[str, str | Sequence[str]] | None, shared: list[list[str]], module: nn.Module, stage: int
 ) -> dict[str, list[str]]:
@@ -111,10 +100,21 @@ def named_ties(
     return ties
 
 
-def check_ties(stages: Sequence[Mapping[str, Sequence[tuple[int, ...]]]]) -> None:
-    """`stages`: of each stage, tied weight -> the shapes of the parameters that hold it there."""
+def held_ties(
+    parameters: Sequence[Tensor], ties: Mapping[str, Sequence[int]], rows: Sequence[Placement]
+) -> dict[str, list[tuple[tuple[int, ...], str]]]:
+    """Tied weight -> shape and layout of this stage's parameters that hold it."""
+    return {
+        name: [(tuple(parameters[i].shape), rows[i].layout) for i in indices]
+        for name, indices in ties.items()
+    }
+
+
+def check_ties(stages: Sequence[Mapping[str, Sequence[tuple[tuple[int, ...], str]]]]) -> None:
+    """`stages`: of each stage, tied weight -> shape and layout of the parameters that hold it there."""
     for name in dict.fromkeys(name for held in stages for name in held):
-        found = [(stage, shape) for stage, held in enumerate(stages) for shape in held.get(name, ())]
+        every = [(stage, *entry) for stage, held in enumerate(stages) for entry in held.get(name, ())]
+        found = [(stage, shape) for stage, shape, _ in every]
         if len(found) == 1:
             raise UserError(
                 f"tied={{{name!r}: ...}} names one parameter, on stage {found[0][0]}, and none to tie it to. Give it "
@@ -123,6 +123,11 @@ def check_ties(stages: Sequence[Mapping[str, Sequence[tuple[int, ...]]]]) -> Non
         if len({shape for _, shape in found}) > 1:
             seen = ", ".join(f"{shape} on stage {stage}" for stage, shape in found)
             raise UserError(f"tied={{{name!r}: ...}} names parameters of different shapes: {seen}.")
+        if len({layout for *_, layout in every}) > 1:
+            seen = ", ".join(f"{layout} on stage {stage}" for stage, _, layout in every)
+            raise UserError(
+                f"tied={{{name!r}: ...}} names parameters that are laid out differently: {seen}. Cut them alike."
+            )
 
 
 def as_message(output: Any) -> list[Tensor]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from slipstream.errors import StageError, UserError
@@ -28,18 +28,20 @@ from slipstream.pipeline.checks import (
     as_message,
     check_arguments,
     check_inputs,
-    check_sharding,
     check_ties,
     detached,
+    held_ties,
     named_ties,
     shapes,
 )
 from slipstream.pipeline.depth import Depth
+from slipstream.pipeline.fsdp import before_backward, give_back
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.links import Links
 from slipstream.pipeline.mesh import Mesh
 from slipstream.pipeline.microbatches import Microbatch, as_predicate, check_loss, merged, split
 from slipstream.pipeline.peers import Alone
+from slipstream.pipeline.placement import grid_of, owned_rows, place
 from slipstream.pipeline.sharding import collapse, materialised
 from slipstream.pipeline.torch_stage import read_stage
 from slipstream.pipeline.trace import Trace
@@ -79,6 +81,7 @@ class Schedule2BW:
         bank_dtype: torch.dtype | None = None,
         tied: dict[str, str | Sequence[str]] | None = None,
         data_group: ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         shard_optimizer: bool = False,
         prepare: Prepare | None = None,
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
@@ -97,19 +100,21 @@ class Schedule2BW:
         check_layers(module)
         ties = named_ties(tied, split_shared(module), module, self._stage.index)
         self._versions = Versions(module, self._synchronous, bank_dtype=bank_dtype, prepare=prepare)
-        parameters = self._versions.master.parameters
-        presharded = any(isinstance(p, DTensor) for p in parameters)
-        check_sharding(presharded, shard_optimizer, data_group)
+        parameters = dict(zip(self._versions.names, self._versions.master.parameters, strict=True))
+        grid = grid_of(parameters, mesh, data_group)
+        rows = place(module, parameters, grid)
         names = self._versions.names
         indices = {key: [names.index(name) for name in local] for key, local in ties.items()}
-        if self._stage.count == 1 and data_group is None:
-            check_ties([{key: [tuple(parameters[i].shape) for i in held] for key, held in indices.items()}])
+        if shard_optimizer:
+            rows = owned_rows(rows, [p.numel() for p in parameters.values()], indices, grid)
+        if self._stage.count == 1 and grid.alone:
+            check_ties([held_ties(list(parameters.values()), indices, rows)])
             self._peers: Alone | Mesh = Alone(len(names), list(indices.values()))
         else:
             self._peers = Mesh(
-                parameters, indices,
+                list(parameters.values()), indices, rows, grid,
                 stage=self._stage.index, stages=self._stage.count, group=self._stage.group,
-                data_group=data_group, sharded=shard_optimizer, presharded=presharded, timeout_seconds=timeout,
+                data_group=data_group, timeout_seconds=timeout,
             )  # fmt: skip
         self._peers.agree(self._versions.master.weights)
         self._versions.spread()
@@ -119,7 +124,8 @@ class Schedule2BW:
             collapse(self._versions, self._peers.owned)
         self.optimizer = optimizer(module) if list(module.parameters()) else no_optimizer()
         owned = self._versions.owned
-        check_covers(self.optimizer, module, [names[i] for i in owned], [parameters[i] for i in owned])
+        masters = self._versions.master.parameters
+        check_covers(self.optimizer, module, [names[i] for i in owned], [masters[i] for i in owned])
         self._updater = Updater(
             [self._versions], self.optimizer, build_correction(correction), max_grad_norm, self._peers
         )
@@ -241,13 +247,16 @@ class Schedule2BW:
             roots = [output for output in outputs if output.requires_grad]
             grads = self._links.receive_gradients(group, index)
         with self._trace.action(Kind.BACKWARD, group, index, self._versions.reads(group).index):
-            self._gradient_sync(replica, last=index + 1 == self.n_microbatches)
+            last = index + 1 == self.n_microbatches
+            before_backward(replica.shards, last)
             if roots:
                 torch.autograd.backward(roots, grads)
             self._accumulator.add(replica)
+            if last:
+                give_back(replica.shards)
         if not self._stage.first:
             self._links.send_gradients(group, index, inputs, keep=self.n_microbatches)
-        if index + 1 == self.n_microbatches:
+        if last:
             self._depth.tell(self._updater.tally, self._trace.pair_seconds)
             self._updater.begin(group, self._accumulator.take(replica))
         else:
@@ -269,13 +278,6 @@ class Schedule2BW:
                 f"{error}. {lost} closed its connection before group {group}, microbatch 0."
             ) from error
 
-    @staticmethod
-    def _gradient_sync(replica: Replica, last: bool) -> None:
-        """FSDP2 reduces gradients in the backward of a group's last microbatch only."""
-        synchronise = getattr(replica.module, "set_requires_gradient_sync", None)
-        if synchronise is not None:
-            synchronise(last)
-
     # State ------------------------------------------------------------------------------------------------
 
     @property
@@ -292,12 +294,13 @@ class Schedule2BW:
     def gathered_master(self) -> Iterator[nn.Module]:
         """The whole master, gathered from its owners where the optimizer is sharded: on all ranks together, as it
         drains (an update that is under way on one data rank would take its gather for that of another's bank)."""
-        if not self._sharded:
-            yield self._versions.module
-            return
-        self.drain()
-        with materialised(self._versions, self._peers):
-            yield self._versions.module
+        if self._sharded:
+            self.drain()
+        try:
+            with materialised(self._versions, self._peers) if self._sharded else contextlib.nullcontext():
+                yield self._versions.module
+        finally:
+            give_back(self._versions.master.shards)  # a forward may have left it whole, and soon stale
 
     def capture(self) -> states.State:
         """The state at the boundary this stage has reached, without draining: for `after_update`."""

@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from slipstream.errors import UserError
 from slipstream.lists import copy_
+from slipstream.pipeline.fsdp import sharded_modules
 from slipstream.schedule.staleness import Read, reads
 
 Prepare = Callable[[nn.Module], nn.Module | None]
@@ -49,6 +51,7 @@ class Replica:
     call: Callable[..., object]  # the module as `prepare` returned it: compiled, sharded
     parameters: list[nn.Parameter]
     weights: list[Tensor]  # the same storage, as plain local tensors
+    shards: list[FSDPModule] = field(default_factory=list)  # its parts that FSDP2 shards
     readers: set[int] = field(default_factory=set)
 
 
@@ -167,7 +170,7 @@ def _replica(module: nn.Module, bank_dtype: torch.dtype | None, prepare: Prepare
                 parameter.data = parameter.data.to(bank_dtype)
     call = _prepared(module, prepare)
     parameters = _trainable(module)
-    return Replica(module, call, parameters, [local(p) for p in parameters])
+    return Replica(module, call, parameters, [local(p) for p in parameters], sharded_modules(module))
 
 
 @contextlib.contextmanager

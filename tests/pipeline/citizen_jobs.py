@@ -1,0 +1,172 @@
+"""Jobs over torch's own layouts: FSDP2, HSDP, tensor parallel, alone and together, on a pipeline of the tiny model."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from pipeline import tiny
+from slipstream import Schedule2BW
+
+M = 4
+# The mesh of one stage, and what is done on it. The dimension of the pipeline comes last: rank = place * stages + stage.
+LAYOUTS = {
+    "fsdp": ({"dp": 2}, ("fsdp",)),
+    "fsdp 4": ({"dp": 4}, ("fsdp",)),
+    "hsdp": ({"dp_replicate": 2, "dp_shard": 2}, ("fsdp",)),
+    "replicated fsdp": ({"dp_replicate": 2, "dp_shard": 2}, ("fsdp over dp_shard",)),
+    "tp": ({"tp": 2}, ("tp",)),
+    "tp x dp": ({"dp": 2, "tp": 2}, ("tp",)),
+    "fsdp x tp": ({"dp": 2, "tp": 2}, ("tp", "fsdp")),
+    "layers": ({"dp": 2}, ("fsdp layers",)),
+    "root": ({"dp": 2}, ("fsdp root",)),
+    "kept": ({"dp": 2}, ("fsdp kept",)),
+    "dp": ({"dp": 2}, ()),
+}
+
+
+def optimizer(name, module):
+    if name in tiny.OPTIMIZERS:
+        return tiny.OPTIMIZERS[name](module)
+    from slipstream.optim.build import build
+
+    return build(name, module, lr=0.01)
+
+
+def preparation(mesh, steps):
+    """What a user does to a stage's module, as torch's tutorials do it."""
+    data = [name for name in mesh.mesh_dim_names if name.startswith("dp")]
+
+    def prepare(module):
+        if "tp" in steps:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            for layer in module.layers.values():
+                parallelize_module(layer, mesh["tp"], plan)
+        for step in steps:
+            if not step.startswith("fsdp"):
+                continue
+            over = mesh["dp_shard"] if step == "fsdp over dp_shard" else mesh[tuple(data)]
+            options = {"mesh": over} | ({"reshard_after_forward": False} if step == "fsdp kept" else {})
+            for layer in module.layers.values() if step != "fsdp root" else ():
+                fully_shard(layer, **options)
+            if step != "fsdp layers":
+                fully_shard(module, **options)
+
+    return prepare
+
+
+def place(world, layout, stages):
+    """(stage, index among the data ranks, their number, mesh of the stage, group of the pipeline, preparation)."""
+    sizes, steps = LAYOUTS[layout]
+    whole = init_device_mesh("cpu", (*sizes.values(), stages), mesh_dim_names=(*sizes, "pp"))
+    mesh = whole[tuple(sizes)]
+    index, degree = 0, 1
+    for name, size in sizes.items():
+        if name.startswith("dp"):
+            index, degree = index * size + mesh.get_local_rank(name), degree * size
+    return whole.get_local_rank("pp"), index, degree, mesh, whole["pp"].get_group(), preparation(mesh, steps)
+
+
+def share(tensor, index, degree):
+    """This data rank's rows of each microbatch."""
+    return torch.cat([rows.chunk(degree)[index] for rows in tensor.chunk(M)])
+
+
+def whole(tensor):
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.detach().clone()
+
+
+def build(world, layout, stages, name="adamw", dtype=torch.float32, tied=True, **options):
+    stage, index, degree, mesh, group, prepare = place(world, layout, stages)
+    module = tiny.Model(*tiny.cut(stage, stages), tied=tied, dtype=dtype)
+    if tied and stages > 1:
+        names = {0: "embedding.weight", stages - 1: "head.weight"}
+        options["tied"] = {"embedding": names[stage]} if stage in names else {}
+    schedule = Schedule2BW(
+        PipelineStage(module, stage, stages, torch.device("cpu"), group=group), M, tiny.loss_fn,
+        lambda m: optimizer(name, m),
+        **{"max_grad_norm": 0.3, "mesh": mesh, "prepare": prepare, "timeout": 60, **options},
+    )  # fmt: skip
+    return schedule, stage == 0, stage == stages - 1, index, degree
+
+
+def step(schedule, first, last, index, degree, group, rows=tiny.ROWS):
+    x, y = (share(t, index, degree) for t in tiny.batch(group, rows=rows))
+    found = []
+    schedule.step(*((x,) if first else ()), **({"target": y, "losses": found} if last else {}))
+    return [loss.item() for loss in found]
+
+
+def evaluate(schedule, first, last, group=999):
+    x, y = tiny.batch(group)
+    found = []
+    schedule.eval(*((x,) if first else ()), **({"target": y, "losses": found} if last else {}))
+    return [loss.item() for loss in found]
+
+
+def train(world, layout, stages, name="adamw", groups=8, rows=16, evaluations=(), **options):
+    """Losses, whole weights, norms and evaluations of `groups` groups of `rows` rows."""
+    schedule, *seat = build(world, layout, stages, name, **options)
+    losses, evaluated = [], []
+    for group in range(groups):
+        losses += step(schedule, *seat, group, rows)
+        if group in evaluations:
+            evaluated.append(evaluate(schedule, *seat[:2]))
+    schedule.drain()
+    norms = dict(schedule.grad_norms)
+    with schedule.gathered_master() as master:
+        weights = {n: whole(p) for n, p in master.named_parameters()}
+    return {"losses": losses, "weights": weights, "norms": norms, "evaluated": evaluated}
+
+
+class Counted(nn.Module):
+    """Square layers, for counting."""
+
+    def __init__(self, layers):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleDict({str(i): nn.Linear(4, 4) for i in range(layers)})
+
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def gathers(world, updates=6, microbatches=8, layers=4):
+    """All-gathers of FSDP2 per update at one stage, in the long run; and the final weights."""
+    mesh = init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("dp", "pp"))
+    count = 0
+
+    def prepare(module):
+        nonlocal count
+        for layer in module.layers.values():
+            fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=False)
+
+    stage = PipelineStage(Counted(layers), 0, 1, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = Schedule2BW(
+        stage, microbatches, lambda output, target: (output - target).square().mean(), tiny.adamw, mesh=mesh["dp"],
+        prepare=prepare, timeout=60,
+    )  # fmt: skip
+    plain = torch.distributed.all_gather_into_tensor
+
+    def counting(*args, **kwargs):
+        nonlocal count
+        count += 1
+        return plain(*args, **kwargs)
+
+    torch.distributed.all_gather_into_tensor = counting
+    try:
+        counts = []
+        for group in range(updates):
+            x = torch.rand(2 * microbatches, 4, generator=torch.Generator().manual_seed(group))
+            schedule.step(x, target=torch.ones_like(x))
+            counts.append(count)
+            count = 0
+        schedule.drain()
+    finally:
+        torch.distributed.all_gather_into_tensor = plain
+    return counts, {name: whole(p) for name, p in schedule.master.named_parameters()}
