@@ -151,16 +151,27 @@ def gathers(world, updates=6, microbatches=8, layers=4):
         stage, microbatches, lambda output, target: (output - target).square().mean(), tiny.adamw, mesh=mesh["dp"],
         prepare=prepare, timeout=60,
     )  # fmt: skip
-    plain = torch.distributed.all_gather_into_tensor
+    plain = {
+        name: getattr(torch.distributed, name)
+        for name in (
+            "all_gather_single",
+            "all_gather_into_tensor",
+        )  # as a newer torch calls it, and an older one
+        if hasattr(torch.distributed, name)
+    }
 
-    def counting(*args, **kwargs):
-        nonlocal count
-        count += 1
-        return plain(*args, **kwargs)
+    def counting(gather):
+        def counted(*args, **kwargs):
+            nonlocal count
+            count += 1
+            return gather(*args, **kwargs)
 
-    torch.distributed.all_gather_into_tensor = counting
+        return counted
+
+    counts = []
     try:
-        counts = []
+        for name, gather in plain.items():
+            setattr(torch.distributed, name, counting(gather))
         for group in range(updates):
             x = torch.rand(2 * microbatches, 4, generator=torch.Generator().manual_seed(group))
             schedule.step(x, target=torch.ones_like(x))
@@ -168,5 +179,40 @@ def gathers(world, updates=6, microbatches=8, layers=4):
             count = 0
         schedule.drain()
     finally:
-        torch.distributed.all_gather_into_tensor = plain
+        for name, gather in plain.items():
+            setattr(torch.distributed, name, gather)
     return counts, {name: whole(p) for name, p in schedule.master.named_parameters()}
+
+
+def flat(state, path=()):
+    """The tensors of a state, whole, by path; other leaves as they are."""
+    if isinstance(state, dict):
+        return {
+            key: value for name, item in state.items() for key, value in flat(item, (*path, name)).items()
+        }
+    return {".".join(path): whole(state) if isinstance(state, torch.Tensor) else state}
+
+
+def save(world, layout, stages, folder, name="adamw", groups=5, **options):
+    """Train, then save the engine with torch's distributed checkpoint. Returns the state, whole."""
+    import torch.distributed.checkpoint as dcp
+
+    schedule, *seat = build(world, layout, stages, name, **options)
+    for group in range(groups):
+        step(schedule, *seat, group, 16)
+    dcp.save({"engine": schedule}, checkpoint_id=folder)
+    return flat(schedule.state_dict())
+
+
+def resume(world, layout, stages, folder, name="adamw", groups=range(5, 10), **options):
+    """Load the engine with torch's distributed checkpoint and go on."""
+    import torch.distributed.checkpoint as dcp
+
+    schedule, *seat = build(world, layout, stages, name, **options)
+    dcp.load({"engine": schedule}, checkpoint_id=folder)
+    loaded = flat(schedule.state_dict())
+    losses = [loss for group in groups for loss in step(schedule, *seat, group, 16)]
+    schedule.drain()
+    with schedule.gathered_master() as master:
+        weights = {n: whole(p) for n, p in master.named_parameters()}
+    return {"loaded": loaded, "losses": losses, "weights": weights, "norms": dict(schedule.grad_norms)}

@@ -129,7 +129,7 @@ def _cut(parameter: Tensor) -> Cut | None:
     strided = [axis for axis in axes if is_strided_shard(layouts[axis])]
     order = [axis for axis in axes if axis not in strided] + strided
     dims = tuple(layouts[axis].dim if _is_shard(layouts[axis]) else -1 for axis in order)
-    if any(dim < 0 for dim in dims) or (parameter.ndim == 3 and 0 in dims and set(dims) != {0}):
+    if any(dim < 0 for dim in dims):
         raise UserError(
             f"Muon cannot put together a matrix laid out as {layouts}. Cut it with Shard (FSDP2, tensor parallelism), "
             "or give it to AdamW."

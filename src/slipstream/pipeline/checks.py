@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from slipstream.distributed.device_group import SHARED, STAGED
 from slipstream.errors import UserError
@@ -19,33 +18,7 @@ from slipstream.pipeline.transport import Spec
 from slipstream.torch_private import tree_map
 
 
-def check_arguments(
-    last: bool,
-    loss_fn: Any,
-    optimizer: Any,
-    n_microbatches: int,
-    max_grad_norm: float | None,
-    stages: int = 1,
-) -> None:
-    if optimizer is None or not callable(optimizer) or isinstance(optimizer, Optimizer):
-        raise UserError(
-            "optimizer must be a callable that takes the master module and returns a torch optimizer, for example "
-            "lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3)."
-        )
-    if last and loss_fn is None:
-        raise UserError("The last stage needs loss_fn(output, target).")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise UserError(f"max_grad_norm={max_grad_norm}: give a norm above 0, or None for no clipping.")
-    if not isinstance(n_microbatches, int) or n_microbatches < 1:
-        raise UserError(f"n_microbatches is {n_microbatches}; it must be a whole number of at least 1.")
-    if n_microbatches < stages:
-        raise UserError(
-            f"2BW needs at least as many microbatches as stages: n_microbatches={n_microbatches} < {stages} stages. "
-            f"Set n_microbatches to {stages} or more, or use fewer stages."
-        )
-
-
-def check_inputs(stage: StageInfo, args: tuple, kwargs: dict[str, Any], has_target: bool) -> None:
+def check_inputs(stage: StageInfo, args: Any, kwargs: Any, has_target: bool) -> None:
     """Inputs belong to the first stage, targets and losses to the last; any stage may have keyword arguments."""
     if stage.first and not (args or kwargs):
         raise UserError("The first stage needs the input: step(x).")

@@ -30,3 +30,9 @@ def give_back(modules: Sequence[FSDPModule]) -> None:
     """Free the whole weights; the next forward gathers what is written into the shards by then."""
     for module in modules:
         module.reshard()
+
+
+def sum_gradients(modules: Sequence[FSDPModule]) -> None:
+    """Over data ranks, where the loss has been divided by the global number of tokens already."""
+    for module in modules:
+        module.set_gradient_divide_factor(1.0)

@@ -63,7 +63,11 @@ class Accumulator:
 def _as_laid_out(grad: Tensor, parameter: Tensor) -> Tensor:
     """This rank's part of a gradient. Tensor parallelism may leave a sum over its ranks to be made (`Partial`), of a
     norm's weight, say, when each rank saw some of the tokens."""
-    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+    if (
+        isinstance(grad, DTensor)
+        and isinstance(parameter, DTensor)
+        and grad.placements != parameter.placements
+    ):
         grad = grad.redistribute(parameter.device_mesh, parameter.placements)
     part = local(grad)
     wait = getattr(part, "wait", None)  # of a tensor that is still on its way

@@ -68,6 +68,7 @@ class Mesh:
         group: dist.ProcessGroup | None,
         data_group: dist.ProcessGroup | None,
         timeout_seconds: float,
+        summed: bool = False,
     ) -> None:
         timeout = timedelta(seconds=timeout_seconds)
         # What it takes to make a gradient, not the weights: a sharded master gives most of them back.
@@ -90,6 +91,7 @@ class Mesh:
             for name, stages_holding in sorted(self.layout.holders.items())
             if len(stages_holding) > 1
         }
+        self._summed = summed
         self._here = grid.data.index(grid.rank)
         self._sharded = any(row.owner >= 0 for row in rows)
         self.owned = [i for i, row in enumerate(rows) if row.owner in (-1, self._here)]
@@ -119,7 +121,8 @@ class Mesh:
                     under_way.append((work, bucket, len(ranks)))
         for work, bucket, degree in under_way:
             yield work
-            mul_([bucket.flat], 1.0 / degree)
+            if not self._summed:
+                mul_([bucket.flat], 1.0 / degree)
             bucket.unpack()
 
     def _present(self, grads: Gradients, index: int) -> Tensor:
@@ -164,7 +167,9 @@ class Mesh:
             return
         under_way: list[tuple[dist.Work, Bucket, int]] = []
         for owner, source in enumerate(self._grid.data):
-            for bucket in buckets([w for w, row in zip(weights, self._rows, strict=True) if row.owner == owner]):
+            for bucket in buckets(
+                [w for w, row in zip(weights, self._rows, strict=True) if row.owner == owner]
+            ):
                 work = dist.broadcast(bucket.flat, source, group=self._gathering, async_op=True)
                 assert work is not None
                 under_way.append((work, bucket, owner))

@@ -33,7 +33,7 @@ from slipstream.optim.corrections import Correction, Publication
 from slipstream.pipeline.board import PeerLost
 from slipstream.pipeline.peers import Gradients, Heard, Peers, Tally, Wait
 from slipstream.pipeline.versions import Target, Versions, sharded_as
-from slipstream.torch_private import mark_stepped
+from slipstream.torch_private import mark_stepped, run_step_hooks
 
 logger = logging.getLogger("slipstream")
 RECENT_GROUPS = 64  # how many groups back norms and skips can be asked for
@@ -262,7 +262,7 @@ class Updater:
         with self._hyperparameters(group):
             if isinstance(self.optimizer, InParts):
                 # Gradients and hyperparameters are taken at the first part, so the live values return at once.
-                rest = self.optimizer.step_in_parts()
+                rest = _with_hooks(self.optimizer, self.optimizer.step_in_parts())
                 first = next(rest, None)
             else:
                 with torch.no_grad():
@@ -285,6 +285,13 @@ class Updater:
                     self._own_keys.add(key)  # a step counter, say: the optimizer's own business
                 elif key in now and key not in self._own_keys:
                     entry[key] = now[key]
+
+
+def _with_hooks(optimizer: Optimizer, parts: Iterator[Wait]) -> Iterator[Wait]:
+    """A step in parts, with the hooks that torch calls before and after `step`."""
+    run_step_hooks(optimizer, before=True)
+    yield from parts
+    run_step_hooks(optimizer, before=False)
 
 
 class _Transaction:

@@ -65,7 +65,7 @@ class Pipelined:
 
     def step(self, batch: Batch) -> list[Tensor]:
         losses: list[Tensor] = []
-        self._schedule.step(*self._inputs(batch), **self._targets(batch, losses))
+        self._schedule.step(*self._inputs(batch), **self._targets(batch, losses), return_outputs=False)
         return losses
 
     def evaluate(self, batch: Batch) -> list[Tensor]:

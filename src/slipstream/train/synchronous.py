@@ -203,7 +203,9 @@ class Synchronous:
 
     def load(self, state: dict[str, Any]) -> None:
         group = state["group"]
-        states.restore(self._updater, state | {"banks": {str(group): state["master"]}})
+        states.restore(
+            self._updater, state | {"banks": {states.bank_name(0): state["master"]}, "published": {}}
+        )
         self._group = group
 
     def trace(self, on: bool) -> None:
