@@ -5,13 +5,20 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from pipeline import tiny
 from slipstream import Schedule2BW
 
 M = 4
-# The mesh of one stage, and what is done on it. The dimension of the pipeline comes last: rank = place * stages + stage.
+# The mesh of one stage, and what is done on it. The pipeline dimension comes last: rank = place * stages + stage.
 LAYOUTS = {
     "fsdp": ({"dp": 2}, ("fsdp",)),
     "fsdp 4": ({"dp": 4}, ("fsdp",)),
@@ -20,6 +27,8 @@ LAYOUTS = {
     "tp": ({"tp": 2}, ("tp",)),
     "tp x dp": ({"dp": 2, "tp": 2}, ("tp",)),
     "fsdp x tp": ({"dp": 2, "tp": 2}, ("tp", "fsdp")),
+    "sequence": ({"tp": 2}, ("sequence",)),
+    "fsdp x sequence": ({"dp": 2, "tp": 2}, ("sequence", "fsdp")),
     "layers": ({"dp": 2}, ("fsdp layers",)),
     "root": ({"dp": 2}, ("fsdp root",)),
     "kept": ({"dp": 2}, ("fsdp kept",)),
@@ -42,6 +51,18 @@ def preparation(mesh, steps):
     def prepare(module):
         if "tp" in steps:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            for layer in module.layers.values():
+                parallelize_module(layer, mesh["tp"], plan)
+        if "sequence" in steps:  # rows stand in for positions: there are as many on each rank
+            plan = {
+                "": PrepareModuleInputOutput(
+                    input_layouts=Replicate(), desired_input_layouts=Shard(0), use_local_input=True,
+                    output_layouts=Shard(0), desired_output_layouts=Replicate(), use_local_output=True,
+                ),
+                "norm": SequenceParallel(sequence_dim=0, use_local_output=True),
+                "up": ColwiseParallel(input_layouts=Shard(0)),
+                "down": RowwiseParallel(output_layouts=Shard(0)),
+            }  # fmt: skip
             for layer in module.layers.values():
                 parallelize_module(layer, mesh["tp"], plan)
         for step in steps:

@@ -1,4 +1,4 @@
-"""The engine's state through torch's distributed checkpoint: exact, into another layout and another number of stages."""
+"""The engine's state through torch's distributed checkpoint: exact, into another layout and number of stages."""
 
 import pytest
 import torch

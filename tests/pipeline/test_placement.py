@@ -46,6 +46,8 @@ def assert_close(results, expected, bound=1e-6):
         ("tp", 2, 4),
         ("tp x dp", 1, 4),
         ("fsdp x tp", 1, 4),
+        ("sequence", 2, 4),
+        ("fsdp x sequence", 1, 4),
         ("layers", 2, 4),
         ("dp", 2, 4),
     ],

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -128,7 +128,7 @@ def _cut(parameter: Tensor) -> Cut | None:
     # FSDP2 divides what tensor parallelism has left on a rank; it says so where both divide one dimension.
     strided = [axis for axis in axes if is_strided_shard(layouts[axis])]
     order = [axis for axis in axes if axis not in strided] + strided
-    dims = tuple(layouts[axis].dim if _is_shard(layouts[axis]) else -1 for axis in order)
+    dims = tuple(_shard_dim(layouts[axis]) for axis in order)
     if any(dim < 0 for dim in dims):
         raise UserError(
             f"Muon cannot put together a matrix laid out as {layouts}. Cut it with Shard (FSDP2, tensor parallelism), "
@@ -150,8 +150,9 @@ def _cut(parameter: Tensor) -> Cut | None:
     return Cut(tuple(ranks[k] for k in in_order), dims, ways, [places[k] for k in in_order])
 
 
-def _is_shard(layout: object) -> bool:
-    return type(layout) is Shard or is_strided_shard(layout)
+def _shard_dim(layout: Any) -> int:
+    """The dimension that a mesh axis divides, -1 where it does something else."""
+    return layout.dim if type(layout) is Shard or is_strided_shard(layout) else -1
 
 
 class Exchange:

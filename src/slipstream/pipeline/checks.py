@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from slipstream.distributed.device_group import SHARED, STAGED
 from slipstream.errors import UserError
@@ -108,6 +109,11 @@ def as_message(output: Any) -> list[Tensor]:
     for item in outputs:
         if not isinstance(item, Tensor):
             raise UserError(f"A stage must return tensors for the next one, not {type(item).__name__}.")
+        if isinstance(item, DTensor):
+            raise UserError(
+                f"A stage returned a DTensor laid out as {item.placements}. Links carry plain tensors: let its last "
+                "layer give a local one (output_layouts=Replicate(), use_local_output=True)."
+            )
     return outputs
 
 

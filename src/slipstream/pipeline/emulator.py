@@ -214,6 +214,11 @@ class Emulator:
         self.drain()
         return states.capture(self._updater, at_rest=True)
 
+    def hold(self, copied: torch.cuda.Event) -> None:
+        """What `capture` gave is being copied on another stream until `copied`: later updates wait for it, on the
+        device, before they write."""
+        self._updater.hold(copied)
+
     def load_state_dict(self, state: states.State) -> None:
         self.drain()
         states.restore(self._updater, state)

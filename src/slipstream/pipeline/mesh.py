@@ -75,7 +75,9 @@ class Mesh:
         self._forms = [(p.shape, p.dtype, p.device) for p in map(local, parameters)]
         self._rows, self._grid, self._ties = list(rows), grid, ties
         held = held_ties(parameters, ties, rows)
-        over = sorted(ranks for ranks in {grid.data, *(row.averaged_over for row in rows)} if len(ranks) > 1)
+        over: list[Ranks] = sorted(
+            ranks for ranks in {grid.data, *(row.averaged_over for row in rows)} if len(ranks) > 1
+        )
         self.layout = _discover(len(rows), held, stage, stages, group, data_group, grid, len(over))
         # Two updates can be under way, and ranks need not agree which of "gather of g" and "reduce of g+1" comes
         # first: on one group that would deadlock, on two each keeps its own order.

@@ -38,8 +38,8 @@ def split(
     if len(set(rows.values())) > 1:
         shown = ", ".join(f"{length} in {name}" for name, length in rows.items())
         raise UserError(
-            f"The tensors of one group have different numbers of rows: {sorted(set(rows.values()))} ({shown}). Say what "
-            "is not to be cut along dimension 0 with args_chunk_spec or kwargs_chunk_spec (None: not at all)."
+            f"The tensors of one group have different numbers of rows: {sorted(set(rows.values()))} ({shown}). Say "
+            "what is not to be cut along dimension 0 with args_chunk_spec or kwargs_chunk_spec (None: not at all)."
         )
     size = next(iter(rows.values())) if rows else count
     if size == 0 or size % count:
@@ -73,13 +73,11 @@ def _places(
         )
     found: list[tuple[str, int | None, bool]] = []
     for index, value in enumerate(args):
-        told = args_spec is not None
-        found += _of_argument(
-            f"argument {index}", value, args_spec[index] if told else None, told, index == 0
-        )
+        spec = None if args_spec is None else args_spec[index]
+        found += _of_argument(f"argument {index}", value, spec, args_spec is not None, index == 0)
+    specs = kwargs_spec or {}
     for name, value in kwargs.items():
-        told = kwargs_spec is not None and name in kwargs_spec
-        found += _of_argument(f"'{name}'", value, kwargs_spec[name] if told else None, told, False)
+        found += _of_argument(f"'{name}'", value, specs.get(name), name in specs, False)
     return found + _of_argument("target", target, None, False, True)
 
 

@@ -1,4 +1,4 @@
-"""What `Schedule2BW` and `Emulator` are both told, checked once: how a group is cut, its loss, its update, its banks."""
+"""What `Schedule2BW` and `Emulator` are both told, checked once: how a group is cut, its loss, update and banks."""
 
 from __future__ import annotations
 

@@ -156,9 +156,9 @@ def _refuse_unknown(axis: str, where: str) -> None:
         )
 
 
-def place(module: nn.Module, parameters: Mapping[str, Tensor], grid: Grid) -> list[Placement]:
-    """The rows of a prepared module's trainable parameters, in their order."""
-    meshes = fsdp_meshes(module)
+def place(modules: Sequence[nn.Module], parameters: Mapping[str, Tensor], grid: Grid) -> list[Placement]:
+    """The rows of the trainable parameters of prepared modules, in their order."""
+    meshes = {key: mesh for module in modules for key, mesh in fsdp_meshes(module).items()}
     return [
         _cut_row(name, parameter, meshes.get(id(parameter)), grid)
         if isinstance(parameter, DTensor)
@@ -194,8 +194,8 @@ def owned_rows(
 
 
 def _whole_row(name: str, grid: Grid) -> Placement:
-    several = grid.data if len(grid.data) > 1 else ()
     first = grid.rank == grid.data[0] and grid.first_of_tensor
+    several = grid.data if len(grid.data) > 1 else ()
     return Placement(name, several, (grid.data, grid.tensor), first, "a whole tensor", cut=False)
 
 
@@ -226,8 +226,8 @@ def _cut_row(name: str, parameter: DTensor, fsdp: DeviceMesh | None, grid: Grid)
     known = set().union(*shared) if shared else set()
     if known and len(grid.tensor) != math.prod(len(ranks) for ranks in shared):
         raise UserError(
-            f"'{name}' is laid out as {layout}: {len(known)} of the {len(grid.tensor)} tensor ranks {list(grid.tensor)} "
-            "hold it. Lay matrices out over all of them."
+            f"'{name}' is laid out as {layout}: {len(known)} of the {len(grid.tensor)} tensor ranks "
+            f"{list(grid.tensor)} hold it. Lay matrices out over all of them."
         )
     rest = _rest(name, layout, averaged, grid)
     copies = [ranks for ranks, how in zip(axes, placements, strict=True) if how == Replicate()]

@@ -46,7 +46,7 @@ def planned(
     names, parameters = versions.names, versions.master.parameters
     by_name = dict(zip(names, parameters, strict=True))
     grid = grid_of(by_name, mesh, data_group)
-    rows = place(versions.module, by_name, grid)
+    rows = place([versions.module], by_name, grid)
     indices = {key: [names.index(name) for name in local] for key, local in ties.items()}
     if shard_optimizer:
         rows = owned_rows(rows, [p.numel() for p in parameters], indices, grid)

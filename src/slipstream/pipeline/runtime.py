@@ -321,8 +321,8 @@ class Schedule2BW:
             give_back(self._versions.master.shards)  # a forward may have left it whole, and soon stale
 
     def spread_master(self) -> None:
-        """The master was changed from outside (weights loaded, averaged, pruned): the groups to come read it, as after a
-        flush. On all ranks together; data ranks and tied weights take the values of the first of them."""
+        """The master was changed from outside (weights loaded, averaged, pruned): the groups to come read it, as after
+        a flush. On all ranks together; data ranks and tied weights take the values of the first of them."""
         self.drain()
         with torch.no_grad():
             if not self._sharded:
@@ -342,6 +342,11 @@ class Schedule2BW:
         `cloned_state` keeps one, `torch.distributed.checkpoint` saves it and loads into it."""
         self.drain()
         return states.capture(self._updater, at_rest=True)
+
+    def hold(self, copied: torch.cuda.Event) -> None:
+        """What `capture` gave is being copied on another stream until `copied`: later updates wait for it, on the
+        device, before they write."""
+        self._updater.hold(copied)
 
     def load_state_dict(self, state: states.State) -> None:
         """Continue from a state: this stage's own, or the union of all, saved with any number of stages."""

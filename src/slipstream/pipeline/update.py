@@ -71,11 +71,16 @@ class Updater:
         self.after_update: Callable[[int], None] | None = None
         self.in_hook = False  # while `after_update` runs, inside its update
         self.timing: Callable[[int], AbstractContextManager[None]] = lambda group: contextlib.nullcontext()
+        self._copies: list[torch.cuda.Event] = []  # of the live state, under way on other streams
         self._pending: deque[_Transaction] = deque()
         self._values: dict[int, list[dict[str, Any]]] = {}  # hyperparameters by group, corrected
         self._entered: dict[int, list[dict[str, Any]]] = {}  # as they were given
         self._own_keys: set[str] = set()  # keys of parameter groups that the optimizer itself changes
         mark_stepped(optimizer)
+
+    def hold(self, copied: torch.cuda.Event) -> None:
+        """The next update writes nothing before `copied`."""
+        self._copies.append(copied)
 
     def forget(self) -> None:
         """Drop what is known of recent groups: a state was loaded, and they may come again."""
@@ -184,6 +189,8 @@ class Updater:
         return torch.stack([next(left) if counts else zero for counts in counted]).to(torch.float64).square_()
 
     def _step_and_publish(self, group: int, grads: Gradients, norm: float) -> Iterator[Wait]:
+        while self._copies:
+            self._copies.pop().wait(torch.cuda.current_stream(self.parameters[0].device))
         finite = math.isfinite(norm)
         targets = []
         for versions in self.versions:

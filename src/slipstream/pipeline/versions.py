@@ -215,7 +215,8 @@ def check_replicas(
         for name, own, other in zip(names, master.parameters, replica.parameters, strict=True):
             if _laid_out(own) != _laid_out(other):
                 raise UserError(
-                    f"'{name}' is {_laid_out(own)} in the master and {_laid_out(other)} in a replica. Lay them out alike."
+                    f"'{name}' is {_laid_out(own)} in the master and {_laid_out(other)} in a replica. Lay them out "
+                    "alike."
                 )
             if dtype is not None and other.dtype != dtype:
                 raise UserError(f"'{name}' is {other.dtype} in a ready replica, and bank_dtype is {dtype}.")

@@ -88,6 +88,9 @@ class Pipelined:
     def capture(self) -> dict[str, Any]:
         return self._schedule.capture()
 
+    def hold(self, copied: torch.cuda.Event) -> None:
+        self._schedule.hold(copied)
+
     def load(self, state: dict[str, Any]) -> None:
         self._schedule.load_state_dict(state)
 

@@ -35,6 +35,7 @@ from slipstream.pipeline import state as states
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.mesh import Mesh
 from slipstream.pipeline.peers import Alone
+from slipstream.pipeline.placement import grid_of, place
 from slipstream.pipeline.torch_trace import TorchTrace
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import Replica, Versions
@@ -80,10 +81,11 @@ class Synchronous:
         if world.size == 1:
             peers: Alone | Mesh = Alone(len(names), list(ties.values()))
         else:
+            by_name = dict(zip(names, parameters, strict=True))
+            grid = grid_of(by_name, None, data_group)
             peers = Mesh(
-                parameters, ties, stage=rank, stages=pipeline.stages, group=group,
-                data_group=data_group, sharded=False, presharded=False,
-                timeout_seconds=config.train.timeout_seconds,
+                parameters, ties, place(modules, by_name, grid), grid, stage=rank, stages=pipeline.stages,
+                group=group, data_group=data_group, timeout_seconds=config.train.timeout_seconds,
             )  # fmt: skip
         self.optimizer = build.optimizer_factory(config)(nn.ModuleList(modules))
         self._updater = Updater(
@@ -200,6 +202,9 @@ class Synchronous:
 
     def capture(self) -> dict[str, Any]:
         return states.capture(self._updater) | {"banks": {}}  # the banks are the master
+
+    def hold(self, copied: torch.cuda.Event) -> None:
+        self._updater.hold(copied)
 
     def load(self, state: dict[str, Any]) -> None:
         group = state["group"]
