@@ -237,3 +237,49 @@ def resume(world, layout, stages, folder, name="adamw", groups=range(5, 10), **o
     with schedule.gathered_master() as master:
         weights = {n: whole(p) for n, p in master.named_parameters()}
     return {"loaded": loaded, "losses": losses, "weights": weights, "norms": dict(schedule.grad_norms)}
+
+
+def beside_torch(world, groups=3, scale_grads=True):
+    """The same calls on torch's 1F1B and on ours with every group flushed: outputs, losses, evaluations, weights."""
+    import copy
+
+    from torch.distributed.pipelining import Schedule1F1B
+    from torch.distributed.pipelining.microbatch import TensorChunkSpec
+
+    first, last = world.rank == 0, world.rank == world.size - 1
+    module = tiny.Model(*tiny.cut(world.rank, world.size), tied=False)
+    stages = [
+        PipelineStage(copy.deepcopy(module), world.rank, world.size, torch.device("cpu")) for _ in range(2)
+    ]
+    options = {"args_chunk_spec": (TensorChunkSpec(0),) if first else None, "scale_grads": scale_grads}
+    theirs = Schedule1F1B(stages[0], M, loss_fn=tiny.loss_fn, **options)
+    optimizer = tiny.momentum(stages[0].submod)
+    ours = Schedule2BW(
+        stages[1],
+        M,
+        tiny.loss_fn,
+        tiny.momentum,
+        correction="none",
+        synchronous=groups,
+        timeout=60,
+        **options,
+    )
+    found = []
+    for group in range(groups):
+        x, y = tiny.batch(group)
+        row = []
+        for schedule in (theirs, ours):
+            losses = []
+            out = schedule.step(*((x,) if first else ()), **({"target": y, "losses": losses} if last else {}))
+            row.append((out, [loss.item() for loss in losses]))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(row)
+    x, y = tiny.batch(99)
+    evaluated = [
+        schedule.eval(*((x,) if first else ()), **({"target": y} if last else {}))
+        for schedule in (theirs, ours)
+    ]
+    ours.drain()
+    weights = [[p.detach().clone() for p in m.parameters()] for m in (stages[0].submod, ours.master)]
+    return found, evaluated, weights

@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from pipeline import tiny
-from slipstream import Emulator, Schedule2BW, UserError
+from slipstream import CheckpointError, Emulator, Schedule2BW, UserError, cloned_state
+from slipstream.pipeline.buckets import buckets
 
 M = 4
 
@@ -118,8 +120,8 @@ def test_lists_of_microbatches_equal_whole_batches():
     assert same(weights(whole), weights(listed))
     found = listed.eval(arg_mbs=[(part,) for part in x.chunk(M)], kwarg_mbs=[{}] * M)
     assert torch.equal(found, listed.eval(x))
-    assert listed.eval(x, target=y, losses=first) is None
-    assert torch.equal(listed.eval(x, target=y, return_outputs=True), found)
+    assert listed.eval(x, target=y, losses=first, return_outputs=False) is None
+    assert torch.equal(listed.eval(x, target=y), found)
     with pytest.raises(UserError, match="must be a list of 4"):
         listed.step(arg_mbs=[(x,)], target_mbs=[y])
 
@@ -232,3 +234,72 @@ def test_replicas_that_are_ready_and_stages_without_values():
             engine.step(rows(group), target=rows(group + 9))
     for engine in found:
         assert same(weights(engine), weights(expected))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("dp", "cp"), "context parallelism is not a layout"),
+        (("ep",), "expert parallelism is not a layout"),
+        (("rows",), "'rows' says nothing to the engine"),
+        (None, "have no names"),
+    ],
+)
+def test_mesh_dimensions_are_known_by_name_or_refused(names, message):
+    mesh = init_device_mesh("cpu", (1,) * (len(names) if names else 1), mesh_dim_names=names)
+    with pytest.raises(UserError, match=message):
+        schedule(mesh=mesh)
+
+
+def test_a_mesh_or_a_data_group():
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    with pytest.raises(UserError, match="not both"):
+        schedule(mesh=mesh, data_group=dist.group.WORLD)
+
+
+def test_a_capture_is_live_and_a_clone_is_not():
+    engine = schedule()
+    engine.step(rows(0), target=rows(1))
+    engine.drain()
+    live, kept = engine.capture(), cloned_state(engine.capture())
+    weight = engine.master.layer.weight
+    assert live["master"]["layer.weight"].data_ptr() == weight.data_ptr()
+    assert live["optimizer"]["layer.weight"]["exp_avg"] is engine.optimizer.state[weight]["exp_avg"]
+    before = weight.detach().clone()
+    engine.step(rows(2), target=rows(3))
+    engine.drain()
+    assert torch.equal(kept["master"]["layer.weight"], before)
+    assert not torch.equal(live["master"]["layer.weight"], before)
+
+
+def test_a_state_of_the_first_format_is_read():
+    """Banks went by the number of the group that reads them."""
+    engine, again = schedule(), schedule()
+    for group in range(3):
+        engine.step(rows(group), target=rows(group + 9))
+    state = cloned_state(engine.state_dict())
+    state["banks"] = {"3": state["banks"]["current"], "4": state["banks"]["next"]}
+    del state["fresh"], state["published"]
+    state["format"] = 1
+    again.load_state_dict(state)
+    for group in range(3, 6):
+        for each in (engine, again):
+            each.step(rows(group), target=rows(group + 9))
+    assert same(weights(engine), weights(again))
+    with pytest.raises(CheckpointError, match="reads formats 1 and 2"):
+        again.load_state_dict(state | {"format": 3})
+
+
+def test_messages_are_bounded_and_large_tensors_are_not_copied():
+    tensors = [torch.randn(n) for n in (3, 100, 5, 60, 60, 7)] + [
+        torch.randn(4, 4).T,
+        torch.ones(2).bfloat16(),
+    ]
+    before = [tensor.clone() for tensor in tensors]
+    found = buckets(tensors, small=400, limit=500)
+    assert next(bucket.flat for bucket in found if not bucket.tensors) is tensors[1]
+    assert all(bucket.flat.nbytes <= 500 for bucket in found if bucket.tensors)
+    for bucket in found:
+        bucket.flat.mul_(2)
+        bucket.unpack()
+    assert all(torch.equal(tensor, 2 * old) for tensor, old in zip(tensors, before, strict=True))

@@ -194,7 +194,7 @@ class Schedule2BW:
         *args: Any,
         target: Any = None,
         losses: list[Tensor] | None = None,
-        return_outputs: bool | None = None,
+        return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
         arg_mbs: Sequence[Any] | None = None,
         kwarg_mbs: Sequence[dict[str, Any]] | None = None,
@@ -203,12 +203,11 @@ class Schedule2BW:
     ) -> Any:
         """A forward pass at the master, without gradients, of as many microbatches as a group has.
 
-        The last stage fills `losses` if it has a target, and returns its outputs if it has none or is asked to.
+        The last stage fills `losses` if it has a target, and returns its outputs unless told not to.
         """
         microbatches = self._cut(args, kwargs, target, losses, (arg_mbs, kwarg_mbs, target_mbs))
         self._loss_kwargs = loss_kwargs or {}
         has_target = target is not None or target_mbs is not None
-        keep = not has_target if return_outputs is None else return_outputs
         self.drain()
         results = []
         with self._guarded(), torch.no_grad(), self.gathered_master() as module, evaluating(module):
@@ -219,7 +218,7 @@ class Schedule2BW:
                 output = self._stage.route.run(self._versions.master.call, message, microbatch[1])
                 if self._stage.last:
                     loss = self._loss(output, microbatch[2]).detach() if has_target else None
-                    results.append((loss, output if keep else None))
+                    results.append((loss, output if return_outputs else None))
                 else:
                     self._links.send_evaluation(index, as_message(output))
             self._links.finish_sends()
@@ -228,7 +227,7 @@ class Schedule2BW:
         if losses is not None:
             losses.clear()
             losses.extend(loss for loss, _ in results if loss is not None)
-        return merged([output for _, output in results]) if keep else None
+        return merged([output for _, output in results]) if return_outputs else None
 
     def _forward(self, group: int, index: int, microbatch: Microbatch, keep_output: bool) -> tuple[Any, Any]:
         args, kwargs, target = microbatch

@@ -70,7 +70,7 @@ class Pipelined:
 
     def evaluate(self, batch: Batch) -> list[Tensor]:
         losses: list[Tensor] = []
-        self._schedule.eval(*self._inputs(batch), **self._targets(batch, losses))
+        self._schedule.eval(*self._inputs(batch), **self._targets(batch, losses), return_outputs=False)
         return losses
 
     def _inputs(self, batch: Batch) -> tuple[Tensor, ...]:
