@@ -76,15 +76,20 @@ def test_weights_are_gathered_once_per_update(pool):
         assert counts[2:] == [4] * (len(counts) - 2)
 
 
+@pytest.fixture(scope="module")
+def eight():
+    with RankPool(8) as ranks:
+        yield ranks
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize(
     ("layout", "ranks"), [("tp", 4), ("hsdp", 8), ("fsdp x tp", 8), ("tp x dp", 8), ("replicated fsdp", 8)]
 )
-def test_thirty_updates_on_two_stages(layout, ranks, name):
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_thirty_updates_on_two_stages(eight, layout, ranks, name):
     """In double precision, where thirty updates do not add up what is lost in rounding."""
-    with RankPool(ranks) as pool:
-        results = pool.run(
-            "pipeline.citizen_jobs:train", layout, 2, name, 30, dtype=torch.float64, ranks=ranks, timeout=600
-        )
+    results = eight.run(
+        "pipeline.citizen_jobs:train", layout, 2, name, 30, dtype=torch.float64, ranks=ranks, timeout=600
+    )
     assert_close(results, alone(name, 30, torch.float64))

@@ -213,11 +213,17 @@ def _discover(
 ) -> Layout:
     """`ties`: tied weight -> shapes and layouts of this stage's parameters that hold it."""
     told: list[Any] = [None] * stages
-    dist.all_gather_object(told, (stage, count, ties, dist.get_rank(), groups), group=group)
+    sizes = len(grid.data), len(grid.tensor)
+    dist.all_gather_object(told, (stage, count, ties, dist.get_rank(), groups, sizes), group=group)
     told.sort(key=lambda entry: entry[0])
     if [entry[0] for entry in told] != list(range(stages)):
         raise UserError(
             f"The ranks of this pipeline hold stages {[entry[0] for entry in told]}, not 0 to {stages - 1}."
+        )
+    if other := next((entry for entry in told if entry[5] != sizes), None):
+        raise UserError(
+            f"Stage {stage} is held by {sizes[0]} data x {sizes[1]} tensor ranks, stage {other[0]} by {other[5][0]} x "
+            f"{other[5][1]}. Give mesh= on every stage, with the same dimensions."
         )
     holders: dict[str, list[int]] = {}
     for index, _, held, *_ in told:

@@ -113,6 +113,8 @@ class Schedule2BW:
                 sum_gradients(replica.shards)
         plan = planned(self._versions, ties, mesh, data_group, shard_optimizer, data_reduction == "sum")
         self._peers: Alone | Mesh = peers_of(self._stage, plan, data_group, timeout)
+        # Before the optimizer: it may make process groups on some stages only, and names of later ones count them.
+        self._links = Links(self._stage, n_microbatches, timeout, link_latency)
         self._peers.agree(self._versions.master.weights)
         self._versions.spread()
         self._sharded = shard_optimizer
@@ -126,7 +128,6 @@ class Schedule2BW:
         check_optimizer(self._versions, self.optimizer, corrected, plan.rows)
         self._updater = Updater([self._versions], self.optimizer, corrected, max_grad_norm, self._peers)
         self._accumulator = Accumulator(self._versions.master)
-        self._links = Links(self._stage, n_microbatches, timeout, link_latency)
         self._trace = Trace(self._stage.index, self._stage.device)
         self._updater.timing = lambda group: self._trace.action(Kind.UPDATE, group, version=group + 1)
         self._flight: deque[_InFlight] = deque()
