@@ -283,3 +283,38 @@ def beside_torch(world, groups=3, scale_grads=True):
     ours.drain()
     weights = [[p.detach().clone() for p in m.parameters()] for m in (stages[0].submod, ours.master)]
     return found, evaluated, weights
+
+
+def from_meta(world, ready, groups=5):
+    """Stages without values until they are sharded: made real by `prepare`, or replicas and master by the caller."""
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("dp", "pp"))
+
+    def shard(module):
+        for layer in module.layers.values():
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(module, mesh=mesh["dp"])
+        module.to_empty(device="cpu")
+
+    def fill(module):
+        shard(module)
+        values = tiny.Model(tied=False).state_dict()
+        with torch.no_grad():
+            for name, p in module.named_parameters():
+                p.copy_(distribute_tensor(values[name], p.device_mesh, p.placements))
+
+    modules = [tiny.Model(tied=False).to("meta") for _ in range(3 if ready else 1)]
+    if ready:
+        fill(modules[0])
+        for module in modules[1:]:
+            shard(module)
+    schedule = Schedule2BW(
+        PipelineStage(modules[0], 0, 1, torch.device("cpu"), group=mesh["pp"].get_group()), M, tiny.loss_fn,
+        tiny.adamw, mesh=mesh["dp"], max_grad_norm=0.3, timeout=60,
+        **({"replicas": modules[1:]} if ready else {"prepare": fill}),
+    )  # fmt: skip
+    for group in range(groups):
+        step(schedule, True, True, world.rank, world.size, group, 16)
+    schedule.drain()
+    return {name: whole(p) for name, p in schedule.master.named_parameters()}

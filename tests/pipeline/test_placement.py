@@ -93,3 +93,14 @@ def test_thirty_updates_on_two_stages(eight, layout, ranks, name):
         "pipeline.citizen_jobs:train", layout, 2, name, 30, dtype=torch.float64, ranks=ranks, timeout=600
     )
     assert_close(results, alone(name, 30, torch.float64))
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_stages_that_have_no_values_before_they_are_sharded(pool, ready):
+    """No rank ever holds the whole stage, let alone three of them."""
+    emulator = Emulator(tiny.Model(tied=False), M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.3)
+    for group in range(5):
+        emulator.step(*tiny.batch(group, rows=ROWS))
+    for found in pool.run("pipeline.citizen_jobs:from_meta", ready, ranks=2):
+        for name, weight in emulator.master.named_parameters():
+            assert (found[name] - weight).norm() / weight.norm() < 1e-6, name
