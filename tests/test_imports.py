@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "schedule": {"errors"},
     "models": {"errors", "torch_private"},
     "optimizers": {"errors"},
-    "optim": {"optimizers", "errors", "kernels", "lists", "torch_private"},
+    "optim": {"optimizers", "errors", "kernels", "lists", "torch_private", "distributed.groups"},
     "data": {"errors"},
     "distributed": {"errors", "torch_private"},
     "pipeline": {"schedule", "optim", "distributed", "errors", "lists", "torch_private"},

@@ -11,13 +11,22 @@ PRIVATE = {
     "_get_default_store",
     "_PipelineStage",
     "_PipelineStageBase",
+    "_Replicate",
+    "_StridedShard",
     "_foreach_add_",
     "_foreach_copy_",
     "_foreach_lerp_",
     "_foreach_mul_",
     "_foreach_norm",
+    "_fsdp_param_group",
+    "_fsdp_param_groups",
+    "_get_fsdp_state",
     "_get_init_p2p_neighbors_ops",
+    "_global_optimizer_post_hooks",
+    "_global_optimizer_pre_hooks",
     "_opt_called",
+    "_optimizer_step_post_hooks",
+    "_optimizer_step_pre_hooks",
     "_register_backend",
     "_set_default_backend",
     "torch.utils._pytree",
@@ -41,7 +50,13 @@ def private_names(path: Path) -> set[str]:
             root: ast.expr = node.value
             while isinstance(root, ast.Attribute):
                 root = root.value
-            if isinstance(root, ast.Name) and root.id in torch_modules | {"optimizer", "stage", "group"}:
+            if isinstance(root, ast.Name) and root.id in torch_modules | {
+                "optimizer",
+                "stage",
+                "group",
+                "fsdp_module",
+                "fsdp_state",
+            }:
                 found.add(node.attr)
     return found
 

@@ -13,13 +13,14 @@ from slipstream.errors import CheckpointError, ConfigError, DataError, StageErro
 if TYPE_CHECKING:
     from slipstream.pipeline.emulator import Emulator
     from slipstream.pipeline.runtime import Schedule2BW
-    from slipstream.pipeline.state import merge_states
+    from slipstream.pipeline.state import cloned_state, merge_states
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "Emulator": "slipstream.pipeline.emulator",
     "Schedule2BW": "slipstream.pipeline.runtime",
+    "cloned_state": "slipstream.pipeline.state",
     "merge_states": "slipstream.pipeline.state",
 }
 
@@ -32,6 +33,7 @@ __all__ = [
     "StageError",
     "UserError",
     "__version__",
+    "cloned_state",
     "merge_states",
 ]
 

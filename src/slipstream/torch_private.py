@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.pipelining import PipelineStage
 
 __all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
@@ -94,9 +95,51 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def fsdp_meshes(module: nn.Module) -> dict[int, DeviceMesh]:
+    """The mesh over which FSDP2 averages the gradient of a parameter, by the parameter's id."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found: dict[int, DeviceMesh] = {}
+    for fsdp_module in module.modules():
+        if isinstance(fsdp_module, FSDPModule):
+            fsdp_state: Any = fsdp_module._get_fsdp_state()
+            if hasattr(fsdp_state, "_fsdp_param_groups"):
+                groups = fsdp_state._fsdp_param_groups
+            else:  # up to torch 2.11 a module had one at most
+                groups = [group] if (group := fsdp_state._fsdp_param_group) is not None else []
+            for group in groups:
+                for parameter in group.fsdp_params:
+                    found[id(parameter.sharded_param)] = parameter.mesh_info.mesh
+    return found
+
+
+def is_replicate_spec(spec: object) -> bool:
+    """Whether a chunk spec of torch's says that every microbatch gets the whole tensor."""
+    from torch.distributed.pipelining.microbatch import _Replicate
+
+    return spec is _Replicate or isinstance(spec, _Replicate)
+
+
+def is_strided_shard(placement: object) -> bool:
+    """Whether FSDP2 cut what tensor parallelism had cut along the same dimension before."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, _StridedShard)
+
+
 def mark_stepped(optimizer: Optimizer) -> None:
     """Tell LR schedulers that the optimizer has stepped: a pipeline stage's first update comes a call later."""
     optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def run_step_hooks(optimizer: Optimizer, before: bool) -> None:
+    """Call what `register_step_pre_hook` or `register_step_post_hook` left, for a step that is not taken by `step`."""
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+    shared = _global_optimizer_pre_hooks if before else _global_optimizer_post_hooks
+    own = optimizer._optimizer_step_pre_hooks if before else optimizer._optimizer_step_post_hooks
+    for hook in (*own.values(), *shared.values()):
+        hook(optimizer, (), {})
 
 
 def serve_with(group: dist.ProcessGroup, gloo: dist.ProcessGroupGloo) -> None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from slipstream.optim import build, stacks
 
@@ -157,10 +157,27 @@ def velocities(world) -> list[bool]:
     return [torch.equal(piece, part) for piece, part in zip(pieces, parts, strict=True)] + [bool(params)]
 
 
-def two_axes(world) -> None:
-    """A matrix cut along both sides, over a mesh of two axes."""
-    mesh = init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("data", "tensor"))
+def two_axes(world, shape: tuple[int, ...], cuts: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """A matrix cut over a mesh of two axes, and the same one whole, after three steps."""
+    mesh = init_device_mesh("cpu", (2, world.size // 2), mesh_dim_names=("data", "tensor"))
+    module, plain = nn.Module(), nn.Module()
+    start = gradient(9, 9, torch.Size(shape))
+    module.weight = nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(cut) for cut in cuts]))
+    plain.weight = nn.Parameter(start.clone())
+    for each in (module, plain):
+        optimizer = build("muon", each)
+        for step in range(3):
+            grad = gradient(step, 0, torch.Size(shape))
+            each.weight.grad = (
+                distribute_tensor(grad, mesh, [Shard(cut) for cut in cuts]) if each is module else grad
+            )
+            optimizer.step()
+    return module.weight.full_tensor().detach(), plain.weight.detach()
+
+
+def unfinished(world) -> None:
+    """A matrix of which each rank has a summand."""
+    mesh = init_device_mesh("cpu", (world.size,))
     module = nn.Linear(4, 4, bias=False)
-    module.weight = nn.Parameter(distribute_tensor(module.weight.data, mesh, [Shard(0), Shard(1)]))
-    module.weight.grad = torch.zeros_like(module.weight)
-    build("muon", module).step()
+    module.weight = nn.Parameter(DTensor.from_local(module.weight.data, mesh, [Partial()]))
+    build("muon", module)

@@ -74,9 +74,23 @@ def test_refused_on_shards(pool, name):
         pool.run("optim.jobs:fsdp", name)
 
 
+@pytest.fixture(scope="module")
+def four():
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (7, 5), (3, 6, 4)])
+@pytest.mark.parametrize("cuts", [(0, 1), (1, 0), (0, 0)])
+def test_a_matrix_cut_twice_equals_the_whole_one(four, shape, cuts):
+    """As FSDP2 and tensor parallelism together cut it, uneven ends among them."""
+    for found, expected in four.run("optim.jobs:two_axes", shape, cuts):
+        assert (found - expected).norm() / expected.norm() < 1e-6
+
+
 def test_layouts_that_cannot_be_put_together(pool):
-    with pytest.raises(UserError, match="one axis of the mesh only"):
-        pool.run("optim.jobs:two_axes")
+    with pytest.raises(UserError, match="cannot put together a matrix laid out as"):
+        pool.run("optim.jobs:unfinished")
 
 
 def test_owners_share_the_work():

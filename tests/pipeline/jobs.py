@@ -4,7 +4,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 
 from pipeline import tiny
-from slipstream import Schedule2BW, UserError
+from slipstream import Schedule2BW, UserError, cloned_state
 
 M = 4
 
@@ -116,7 +116,7 @@ def snapshots(world, after, groups=12):
 
     def hook(group):
         if group == after:
-            taken.append(schedule.capture())
+            taken.append(cloned_state(schedule.capture()))
 
     schedule.after_update = hook
     for group in range(groups):

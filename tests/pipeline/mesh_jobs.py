@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
 from pipeline import tiny
-from slipstream import Schedule2BW
+from slipstream import Schedule2BW, UserError
 
 M, GROUPS = 4, 8
 
@@ -132,3 +132,25 @@ def _build(name, module):
     from slipstream.optim.build import build
 
     return build(name, module, lr=0.01)
+
+
+def saving(world):
+    """What the user's own module says when it is saved while another rank owns some of it."""
+    alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    expected = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    stage = PipelineStage(module, 0, 1, torch.device("cpu"), group=alone)
+    schedule = Schedule2BW(
+        stage, 2, lambda output, target: (output - target).square().mean(), tiny.adamw,
+        data_group=dist.group.WORLD, shard_optimizer=True, timeout=30,
+    )  # fmt: skip
+    try:
+        module.state_dict()
+        said = ""
+    except UserError as error:
+        said = str(error)
+    with schedule.gathered_master() as whole:
+        found = whole.state_dict()
+        same = all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    return said, same, found.keys() == expected.keys()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline import reference, tiny
-from slipstream import Emulator, UserError
+from slipstream import Emulator, UserError, cloned_state
 from slipstream.errors import CheckpointError
 from slipstream.pipeline.state import merge_states
 
@@ -399,7 +399,7 @@ def test_a_cache_is_no_part_of_a_state():
     x, y = torch.randn(4, 3), torch.randn(4, 3)
     emulator = Emulator(Places(), 2, lambda o, y: (o - y).square().mean(), tiny.momentum)
     emulator.step(x, y)
-    state = emulator.state_dict()
+    state = cloned_state(emulator.state_dict())
     assert not state["buffers"]
     expected = emulator.step(x, y)
     emulator.load_state_dict(state)

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline import tiny
-from slipstream import Emulator, UserError
+from slipstream import Emulator, UserError, cloned_state
 from slipstream.models.sizes import PRESETS
 from slipstream.models.stages import build_model
 from slipstream.optim.build import build
@@ -174,7 +174,7 @@ def test_a_restored_state_goes_on_in_place():
 def test_after_an_earlier_state_is_loaded_recordings_are_replayed_again():
     recorder = Again()
     emulator = Emulator(tiny.Model(tied=True), 1, tiny.loss_fn, tiny.momentum, recorder=recorder)
-    early = emulator.state_dict()
+    early = cloned_state(emulator.state_dict())
     for g in range(GROUPS):
         emulator.step(*tiny.batch(g))
     emulator.load_state_dict(early)

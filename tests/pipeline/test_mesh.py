@@ -92,3 +92,10 @@ def test_data_ranks_begin_with_the_weights_of_the_first(pool, sharded):
     """As under DDP. They kept their own, and trained two models."""
     one, other = pool.run("pipeline.mesh_jobs:seeds", sharded, ranks=2)
     assert one == other
+
+
+def test_a_module_that_has_a_part_of_its_weights_does_not_save_zeros_for_the_rest(pool):
+    for said, same, complete in pool.run("pipeline.mesh_jobs:saving", ranks=2):
+        assert "gathered_master" in said
+        assert same
+        assert complete

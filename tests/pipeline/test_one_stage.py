@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from pipeline import tiny
-from slipstream import Schedule2BW, UserError
+from slipstream import Schedule2BW, UserError, cloned_state
 from slipstream.pipeline.peers import Alone
 from slipstream.schedule.actions import Kind
 
@@ -79,7 +79,7 @@ def test_spans_name_the_weights_that_were_read():
 
 def test_a_loaded_state_knows_nothing_of_the_groups_after_it():
     engine = schedule()
-    state = engine.state_dict()
+    state = cloned_state(engine.state_dict())
     for group in range(3):
         engine.step(batch(group)[0], target=batch(group)[1])
     engine.drain()

@@ -60,7 +60,7 @@ def diverged_rank(world: World, tree: dict[str, Any], rank: int, what: str, name
     original = health.fingerprint
 
     def flipped(state, tied):
-        held = state["master"] if what == "master" else state["banks"][max(state["banks"], key=int)]
+        held = state["master"] if what == "master" else state["banks"]["next"]
         if world.rank == rank:
             held[name].view(torch.int32).view(-1)[0] ^= 1
         return original(state, tied)

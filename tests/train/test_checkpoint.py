@@ -16,7 +16,7 @@ import torch
 from slipstream.errors import CheckpointError
 from slipstream.train import checkpoint
 from slipstream.train.checkpoint import _sealed
-from slipstream.train.state import digest, flatten, snapshot, unflatten
+from slipstream.train.state import Copier, digest, flatten, unflatten
 from slipstream.train.writer import Leader, Writer
 
 
@@ -94,7 +94,7 @@ def test_flatten_refuses_what_is_neither_tensor_nor_json():
 
 def test_snapshot_is_not_touched_by_later_updates():
     tree = state(1)
-    copy = snapshot(tree)
+    copy = Copier(torch.device("cpu")).copy(tree).complete()
     tree["master"]["layers.0.weight"].zero_()
     assert_same(copy["master"], state(1)["master"])
 

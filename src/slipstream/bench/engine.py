@@ -46,7 +46,7 @@ class EngineRun:
         self.target = {"target": group_target(work, device=device), "losses": self.losses} if last else {}
 
     def step(self) -> None:
-        self.schedule.step(*self.inputs, **self.target)
+        self.schedule.step(*self.inputs, **self.target, return_outputs=False)
 
     def take_trace(self) -> list[Span]:
         """What was done since the last call, with what was in flight."""

@@ -55,12 +55,12 @@ class Scope:
     store: dist.Store
 
     @classmethod
-    def agree(cls, group: dist.ProcessGroup | None, data_group: dist.ProcessGroup | None) -> Scope:
-        """The same on all ranks of the pipelines that `data_group` joins: the word of the first of them."""
+    def agree(cls, groups: Sequence[dist.ProcessGroup | None]) -> Scope:
+        """The word of the first rank, passed on along each of `groups`: the pipeline, then what joins pipelines."""
         word = uuid.uuid4().hex
-        for each in [group] if data_group is None else [group, data_group]:
-            words: list[Any] = [None] * dist.get_world_size(each)
-            dist.all_gather_object(words, word, group=each)
+        for group in groups:
+            words: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(words, word, group=group)
             word = words[0]
         return cls(dist.PrefixStore(f"slipstream/{word}", default_store()))
 
@@ -106,6 +106,13 @@ class Group:
         options.rootTensor = 0
         return self.backend.broadcast([tensor], options)
 
+    def all_to_all(
+        self, target: Tensor, source: Tensor, target_splits: list[int], source_splits: list[int]
+    ) -> dist.Work:
+        return self.backend.alltoall_base(
+            target, source, target_splits, source_splits, dist.AllToAllOptions()
+        )
+
     def close(self, failed: bool) -> None:
         """Give back sockets, threads and, over NCCL, the device's memory."""
         if self.kind == "nccl" and failed:
@@ -131,14 +138,10 @@ class Groups:
 
     @classmethod
     def meet(
-        cls,
-        group: dist.ProcessGroup | None,
-        data_group: dist.ProcessGroup | None,
-        device: torch.device,
-        timeout_seconds: float,
+        cls, groups: Sequence[dist.ProcessGroup | None], device: torch.device, timeout_seconds: float
     ) -> Groups:
-        """By all ranks of the pipelines that `data_group` joins, together; `group` is this rank's pipeline."""
-        return cls(Scope.agree(group, data_group), device, carrier(group, device), timeout_seconds)
+        """By all ranks of a mesh together. `groups`: this rank's pipeline, then those that join it to the others."""
+        return cls(Scope.agree(groups), device, carrier(groups[0], device), timeout_seconds)
 
     def host(self, name: str, ranks: Sequence[int]) -> Group:
         """A gloo group, for tensors in host memory."""

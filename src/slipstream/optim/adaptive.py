@@ -50,6 +50,7 @@ class AdaptiveErrorFeedback(Correction):
     name = "adaptive_error_feedback"
     needs_previous = True
     corrects_gradient = True  # not changed: gradient() is where z_g meets b_{g-1}
+    on_pieces = False  # λ is measured on whole tensors
 
     def __init__(self, lam: float = 1.0, memory: float = 0.95, low: float = 0.1, high: float = 1.5) -> None:
         if not 0 < low <= lam <= high or not 0 <= memory < 1:
@@ -93,8 +94,8 @@ class AdaptiveErrorFeedback(Correction):
         return [float(step.lam) for step in self._steps.values()]
 
     def memory_of(self, tensor: Tensor) -> dict[str, float]:
-        step = self._steps.get(tensor.data_ptr())
-        return {} if step is None else {item.name: float(getattr(step, item.name)) for item in fields(_Step)}
+        step = self._step(tensor)
+        return {item.name: float(getattr(step, item.name)) for item in fields(_Step)}
 
     def remember(self, tensor: Tensor, memory: dict[str, float]) -> None:
         self._steps.pop(tensor.data_ptr(), None)

@@ -64,6 +64,7 @@ class Correction:
     name: ClassVar[str] = "none"
     needs_previous: bool = False  # publish() is given z_g
     corrects_gradient: bool = False  # gradient() is called
+    on_pieces: bool = True  # what it does to a piece of a tensor is what it does to the whole
 
     def hyperparameters(self, group: int, values: list[dict[str, Any]]) -> None:
         """Edit the parameter-group values that update `group` will use, in place."""

@@ -31,7 +31,7 @@ from torch.optim.adamw import adamw
 from slipstream.errors import UserError
 from slipstream.lists import add_, copy_, lerp_, lerp_and_add
 from slipstream.optim.newton_schulz import STEPS
-from slipstream.optim.sharded import Batch, Groups, Layout, Wait, exchange_groups, lay_out, local, orthogonal
+from slipstream.optim.sharded import Batch, Exchanges, Layout, Wait, lay_out, local, orthogonal
 from slipstream.optim.velocity import adam_velocity, groups_and_states
 
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -94,8 +94,12 @@ class Muon(Optimizer):
         self._groups = self._exchange_groups()
         self._layouts = {}
 
-    def _exchange_groups(self) -> Groups:
-        return exchange_groups(
+    def close(self) -> None:
+        """Give back the process groups over which sharded matrices travel."""
+        self._groups.close()
+
+    def _exchange_groups(self) -> Exchanges:
+        return Exchanges(
             [p for group in self.param_groups if group["algorithm"] == "muon" for p in group["params"]]
         )
 

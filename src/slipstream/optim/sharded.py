@@ -1,6 +1,6 @@
-"""Orthogonalise matrices that may be sharded over data ranks (FSDP2 DTensors), each of them once.
+"""Orthogonalise matrices that torch has cut (FSDP2, HSDP, tensor parallelism, both together), each of them once.
 
-Each sharded matrix has one owner among the ranks that share it. Every rank sends its piece to the owner, the
+Each cut matrix has one owner among the ranks that share it. Every rank sends its piece to the owner, the
 owner orthogonalises the whole and sends the pieces back:
 
     pieces --all-to-all--> whole matrices --Newton-Schulz--> whole matrices --all-to-all--> pieces
@@ -12,18 +12,21 @@ it waits for, so a pipeline can go on with its microbatches meanwhile.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from slipstream.distributed.groups import Group, Groups
 from slipstream.errors import UserError
 from slipstream.optim.newton_schulz import compute_dtype
 from slipstream.optim.stacks import Fill, Stack, orthogonal_stacks, stacks
+from slipstream.torch_private import is_strided_shard
 
 
 class Wait(Protocol):
@@ -44,24 +47,44 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-Groups = dict[dist.ProcessGroup, dist.ProcessGroup]  # of a mesh -> the one its exchanges use
+Ranks = tuple[int, ...]
+TIMEOUT_SECONDS = 600.0  # for ranks that share a matrix to meet, and for a message between them
 
 
-def exchange_groups(params: Sequence[Tensor]) -> Groups:
-    """A process group of our own for every mesh that shards a matrix; all its ranks must call this together.
+class Exchanges:
+    """A process group of our own for all ranks that share a matrix; all of them must make this together.
 
     An exchange may start on one rank before a microbatch and on another after it, and FSDP2 gathers weights
     in each microbatch: on one group their order would differ between ranks, which deadlocks.
     """
-    groups: Groups = {}
-    for parameter in params:
-        axis = _shard_axis(parameter)
-        if axis is not None and axis[0] not in groups:
-            ranks = dist.get_process_group_ranks(axis[0])
-            own = dist.new_group(ranks, backend=dist.get_backend(axis[0]), use_local_synchronization=True)
-            assert isinstance(own, dist.ProcessGroup)
-            groups[axis[0]] = own
-    return groups
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._meetings: dict[DeviceMesh, Groups] = {}
+        self._groups: dict[Ranks, Group] = {}
+        for parameter in params:
+            cut = _cut(parameter)
+            if cut is not None and cut.ranks not in self._groups:
+                assert isinstance(parameter, DTensor)
+                self._groups[cut.ranks] = self._make(cut.ranks, parameter)
+
+    def _make(self, ranks: Ranks, parameter: DTensor) -> Group:
+        mesh, device = parameter.device_mesh, parameter.to_local().device
+        if mesh not in self._meetings:
+            axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+            self._meetings[mesh] = Groups.meet(axes, device, TIMEOUT_SECONDS)
+        made = self._meetings[mesh].device(f"exchange/{'-'.join(map(str, ranks))}", ranks)
+        if made.in_stream:  # NCCL connects at the first message of a kind: now, not in the middle of a run
+            probe = torch.zeros(len(ranks), device=device)
+            made.all_to_all(torch.empty_like(probe), probe, [1] * len(ranks), [1] * len(ranks)).wait()
+            torch.cuda.current_stream(device).synchronize()
+        return made
+
+    def __getitem__(self, ranks: Ranks) -> Group:
+        return self._groups[ranks]
+
+    def close(self) -> None:
+        for meeting in self._meetings.values():
+            meeting.close()
 
 
 @dataclass(frozen=True)
@@ -69,18 +92,18 @@ class Layout:
     """What follows from the shapes and placements of some parameters alone."""
 
     whole: list[Stack]
-    shards: dict[tuple[dist.ProcessGroup, torch.dtype], list[int]]
+    shards: dict[tuple[Group, torch.dtype], list[int]]
 
 
-def lay_out(params: Sequence[Tensor], groups: Groups) -> Layout:
-    shards: dict[tuple[dist.ProcessGroup, torch.dtype], list[int]] = {}
+def lay_out(params: Sequence[Tensor], groups: Exchanges) -> Layout:
+    shards: dict[tuple[Group, torch.dtype], list[int]] = {}
     whole: list[int] = []
     for i, parameter in enumerate(params):
-        axis = _shard_axis(parameter)
-        if axis is None:
+        cut = _cut(parameter)
+        if cut is None:
             whole.append(i)
         else:
-            shards.setdefault((groups[axis[0]], compute_dtype(parameter)), []).append(i)
+            shards.setdefault((groups[cut.ranks], compute_dtype(parameter)), []).append(i)
     found = stacks([local(params[i]) for i in whole])
     return Layout([replace(stack, indices=[whole[k] for k in stack.indices]) for stack in found], shards)
 
@@ -106,22 +129,49 @@ def _renumbered(fill: Fill, own: list[int]) -> Fill:
     return lambda batch, outs: fill([own[k] for k in batch], outs)
 
 
-def _shard_axis(parameter: Tensor) -> tuple[dist.ProcessGroup, int] | None:
-    """The ranks a matrix is spread over, and the dimension it is cut along; None if it is whole here."""
+class Cut(NamedTuple):
+    """How a matrix is spread: over `ranks`, of which the k-th holds the part that `places[k]` leads to."""
+
+    ranks: Ranks
+    dims: tuple[int, ...]  # the dimension that each cut divides, in the order in which they were made
+    ways: tuple[int, ...]  # into how many parts
+    places: list[tuple[int, ...]]  # of each rank: which part of each cut is its own
+
+
+def _cut(parameter: Tensor) -> Cut | None:
+    """None where the matrix is whole here (an expert tensor that is cut between experts has whole matrices)."""
     if not isinstance(parameter, DTensor):
         return None
-    cut = [(axis, layout) for axis, layout in enumerate(parameter.placements) if layout != Replicate()]
-    if not cut:
-        return None
-    axis, layout = cut[0]
-    if len(cut) > 1 or type(layout) is not Shard:
+    mesh, layouts = parameter.device_mesh, parameter.placements
+    axes = [axis for axis, layout in enumerate(layouts) if layout != Replicate()]
+    # FSDP2 divides what tensor parallelism has left on a rank; it says so where both divide one dimension.
+    strided = [axis for axis in axes if is_strided_shard(layouts[axis])]
+    order = [axis for axis in axes if axis not in strided] + strided
+    dims = tuple(_shard_dim(layouts[axis]) for axis in order)
+    if any(dim < 0 for dim in dims):
         raise UserError(
-            f"Muon cannot put together a matrix laid out as {parameter.placements}. "
-            "Shard it along one axis of the mesh only (FSDP2), or give it to AdamW."
+            f"Muon cannot put together a matrix laid out as {layouts}. Cut it with Shard (FSDP2, tensor parallelism), "
+            "or give it to AdamW."
         )
-    if parameter.ndim == 3 and layout.dim == 0:
-        return None  # whole experts
-    return parameter.device_mesh.get_group(axis), layout.dim
+    if not axes or (parameter.ndim == 3 and set(dims) == {0}):
+        return None
+    here = mesh.get_coordinate()
+    assert here is not None
+    ways = tuple(mesh.size(axis) for axis in order)
+    ranks, places = [], []
+    for place in itertools.product(*(range(way) for way in ways)):
+        where = list(here)
+        for axis, part in zip(order, place, strict=True):
+            where[axis] = part
+        ranks.append(int(mesh.mesh[tuple(where)]))
+        places.append(place)
+    in_order = sorted(range(len(ranks)), key=ranks.__getitem__)  # as a process group numbers them
+    return Cut(tuple(ranks[k] for k in in_order), dims, ways, [places[k] for k in in_order])
+
+
+def _shard_dim(layout: Any) -> int:
+    """The dimension that a mesh axis divides, -1 where it does something else."""
+    return layout.dim if type(layout) is Shard or is_strided_shard(layout) else -1
 
 
 class Exchange:
@@ -131,13 +181,13 @@ class Exchange:
         self,
         params: Sequence[Tensor],
         fill: Fill,
-        group: dist.ProcessGroup,
+        group: Group,
         dtype: torch.dtype,
     ) -> None:
         self.group = group
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.ranks = group.rank, group.size
         self.shapes = [parameter.shape for parameter in params]
-        self.cuts = [axis[1] for parameter in params if (axis := _shard_axis(parameter))]
+        self.cuts = [cut for parameter in params if (cut := _cut(parameter))]
         self.owners = owners(self.shapes, self.ranks)
         self.device = params[0].device
         self.dtype = dtype
@@ -175,20 +225,27 @@ class Exchange:
     def _of(self, owner: int) -> list[int]:
         return [i for i, other in enumerate(self.owners) if other == owner]
 
-    def _span(self, i: int, rank: int) -> tuple[int, int]:
-        """Where `rank`'s piece of matrix i starts, and how long it is: as torch.chunk and FSDP2 cut."""
-        length = self.shapes[i][self.cuts[i]]
-        size = -(-length // self.ranks)
-        start = min(rank * size, length)
-        return start, min(size, length - start)
+    def _spans(self, i: int, rank: int) -> list[tuple[int, int, int]]:
+        """The narrowings that lead to `rank`'s piece of matrix i, one after the other: as torch.chunk cuts."""
+        cut, shape = self.cuts[i], list(self.shapes[i])
+        spans = []
+        for dim, ways, part in zip(cut.dims, cut.ways, cut.places[rank], strict=True):
+            size = -(-shape[dim] // ways)
+            start = min(part * size, shape[dim])
+            shape[dim] = min(size, shape[dim] - start)
+            spans.append((dim, start, shape[dim]))
+        return spans
 
     def _piece(self, i: int, rank: int) -> torch.Size:
         shape = list(self.shapes[i])
-        shape[self.cuts[i]] = self._span(i, rank)[1]
+        for dim, _, length in self._spans(i, rank):
+            shape[dim] = length
         return torch.Size(shape)
 
     def _narrow(self, whole: Tensor, i: int, rank: int) -> Tensor:
-        return whole.narrow(self.cuts[i], *self._span(i, rank))
+        for span in self._spans(i, rank):
+            whole = whole.narrow(*span)
+        return whole
 
     def _buffer(self, keys: list[tuple[int, int]]) -> Tensor:
         size = sum(self._piece(i, rank).numel() for i, rank in keys)
@@ -213,11 +270,7 @@ class Exchange:
         source: Tensor,
         source_keys: list[tuple[int, int]],
     ) -> Wait:
-        work = dist.all_to_all_single(
-            target, source, self._splits(target_keys), self._splits(source_keys), self.group, async_op=True
-        )
-        assert work is not None
-        return work
+        return self.group.all_to_all(target, source, self._splits(target_keys), self._splits(source_keys))
 
 
 def owners(shapes: Sequence[torch.Size], ranks: int) -> list[int]:

@@ -9,42 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.optim import Optimizer
+from torch.distributed.tensor import DTensor
 
 from slipstream.errors import UserError
 from slipstream.pipeline.messages import Spec
+from slipstream.pipeline.placement import Placement
 from slipstream.pipeline.torch_stage import StageInfo
 from slipstream.torch_private import tree_map
 
 
-def check_arguments(
-    last: bool,
-    loss_fn: Any,
-    optimizer: Any,
-    n_microbatches: int,
-    max_grad_norm: float | None,
-    stages: int = 1,
-) -> None:
-    if optimizer is None or not callable(optimizer) or isinstance(optimizer, Optimizer):
-        raise UserError(
-            "optimizer must be a callable that takes the master module and returns a torch optimizer, for example "
-            "lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3)."
-        )
-    if last and loss_fn is None:
-        raise UserError("The last stage needs loss_fn(output, target).")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise UserError(f"max_grad_norm={max_grad_norm}: give a norm above 0, or None for no clipping.")
-    if not isinstance(n_microbatches, int) or n_microbatches < 1:
-        raise UserError(f"n_microbatches is {n_microbatches}; it must be a whole number of at least 1.")
-    if n_microbatches < stages:
-        raise UserError(
-            f"2BW needs at least as many microbatches as stages: n_microbatches={n_microbatches} < {stages} stages. "
-            f"Set n_microbatches to {stages} or more, or use fewer stages."
-        )
-
-
-def check_inputs(stage: StageInfo, args: tuple, kwargs: dict[str, Any], has_target: bool) -> None:
+def check_inputs(stage: StageInfo, args: Any, kwargs: Any, has_target: bool) -> None:
     """Inputs belong to the first stage, targets and losses to the last; any stage may have keyword arguments."""
     if stage.first and not (args or kwargs):
         raise UserError("The first stage needs the input: step(x).")
@@ -53,17 +27,6 @@ def check_inputs(stage: StageInfo, args: tuple, kwargs: dict[str, Any], has_targ
     if has_target and not stage.last:
         raise UserError(
             f"Stage {stage.index} of {stage.count} takes no target or losses: only the last stage does."
-        )
-
-
-def check_sharding(presharded: bool, sharded: bool, data_group: ProcessGroup | None) -> None:
-    if (presharded or sharded) and data_group is None:
-        raise UserError(
-            "Sharded parameters or a sharded optimizer need data_group, the ranks that share them."
-        )
-    if presharded and sharded:
-        raise UserError(
-            "FSDP already shards the optimizer. Set shard_optimizer=False, or prepare without FSDP."
         )
 
 
@@ -97,10 +60,21 @@ def named_ties(
     return ties
 
 
-def check_ties(stages: Sequence[Mapping[str, Sequence[tuple[int, ...]]]]) -> None:
-    """`stages`: of each stage, tied weight -> the shapes of the parameters that hold it there."""
+def held_ties(
+    parameters: Sequence[Tensor], ties: Mapping[str, Sequence[int]], rows: Sequence[Placement]
+) -> dict[str, list[tuple[tuple[int, ...], str]]]:
+    """Tied weight -> shape and layout of this stage's parameters that hold it."""
+    return {
+        name: [(tuple(parameters[i].shape), rows[i].layout) for i in indices]
+        for name, indices in ties.items()
+    }
+
+
+def check_ties(stages: Sequence[Mapping[str, Sequence[tuple[tuple[int, ...], str]]]]) -> None:
+    """`stages`: of each stage, tied weight -> shape and layout of the parameters that hold it there."""
     for name in dict.fromkeys(name for held in stages for name in held):
-        found = [(stage, shape) for stage, held in enumerate(stages) for shape in held.get(name, ())]
+        every = [(stage, *entry) for stage, held in enumerate(stages) for entry in held.get(name, ())]
+        found = [(stage, shape) for stage, shape, _ in every]
         if len(found) == 1:
             raise UserError(
                 f"tied={{{name!r}: ...}} names one parameter, on stage {found[0][0]}, and none to tie it to. Give it "
@@ -109,6 +83,11 @@ def check_ties(stages: Sequence[Mapping[str, Sequence[tuple[int, ...]]]]) -> Non
         if len({shape for _, shape in found}) > 1:
             seen = ", ".join(f"{shape} on stage {stage}" for stage, shape in found)
             raise UserError(f"tied={{{name!r}: ...}} names parameters of different shapes: {seen}.")
+        if len({layout for *_, layout in every}) > 1:
+            seen = ", ".join(f"{layout} on stage {stage}" for stage, _, layout in every)
+            raise UserError(
+                f"tied={{{name!r}: ...}} names parameters that are laid out differently: {seen}. Cut them alike."
+            )
 
 
 def as_message(output: Any) -> list[Tensor]:
@@ -116,6 +95,11 @@ def as_message(output: Any) -> list[Tensor]:
     for item in outputs:
         if not isinstance(item, Tensor):
             raise UserError(f"A stage must return tensors for the next one, not {type(item).__name__}.")
+        if isinstance(item, DTensor):
+            raise UserError(
+                f"A stage returned a DTensor laid out as {item.placements}. Links carry plain tensors: let its last "
+                "layer give a local one (output_layouts=Replicate(), use_local_output=True)."
+            )
     return outputs
 
 

@@ -11,25 +11,22 @@ which do not depend on it: the host then never waits for the norm.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from slipstream.errors import UserError
 from slipstream.optim.corrections import Correction, build_correction
 from slipstream.pipeline import state as states
-from slipstream.pipeline.checks import check_arguments
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.graphs import Graphs, Recorder, check_current
-from slipstream.pipeline.microbatches import Microbatch, as_predicate, check_loss, merged, split
+from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, check_loss, merged
+from slipstream.pipeline.options import OptimizerFactory, Options
 from slipstream.pipeline.peers import Alone, Gradients
 from slipstream.pipeline.update import Updater, check_covers
 from slipstream.pipeline.versions import Prepare, Replica, Versions, check_layers, evaluating, split_shared
-
-OptimizerFactory = Callable[[nn.Module], Optimizer]
 
 
 class Emulator:
@@ -50,11 +47,17 @@ class Emulator:
         mismatch: int | Sequence[int] = 0,
         bank_dtype: torch.dtype | None = None,
         prepare: Prepare | None = None,
+        args_chunk_spec: Sequence[ChunkSpec] | None = None,
+        kwargs_chunk_spec: Mapping[str, ChunkSpec] | None = None,
+        scale_grads: bool = True,
         recorder: Recorder | None = None,
     ) -> None:
         if (module is None) == (stages is None):
             raise UserError("Give the Emulator either a module or stages=[modules], not both.")
-        check_arguments(True, loss_fn, optimizer, n_microbatches, max_grad_norm)
+        self._options = Options(
+            n_microbatches, loss_fn, optimizer, correction, max_grad_norm, synchronous, bank_dtype, prepare,
+            scale_grads=scale_grads, args_chunk_spec=args_chunk_spec, kwargs_chunk_spec=kwargs_chunk_spec,
+        )  # fmt: skip
         assert loss_fn is not None
         assert optimizer is not None
         modules = [module] if module is not None else list(stages or [])
@@ -69,18 +72,21 @@ class Emulator:
             )
         if recorder is not None:
             check_current(next((p.device for p in self._module.parameters()), torch.device("cpu")))
+        self._options.check_module(self._module)
         check_layers(self._module)
         ties = split_shared(self._module)
         self.n_microbatches = n_microbatches
         self.loss_fn = loss_fn
-        flushed = as_predicate(synchronous)
+        flushed = self._options.flushed
         self._versions = [
             Versions(part, flushed if late else _always, delay=late, bank_dtype=bank_dtype, prepare=prepare)
             for part, late in zip(modules, delays, strict=True)
         ]
         self._accumulators = [Accumulator(v.master) for v in self._versions]
         dtypes = [p.dtype for v in self._versions for p in v.master.parameters]
-        self._graphs = Graphs(recorder, self._loss, dtypes, n_microbatches) if recorder else None
+        self._graphs = (
+            Graphs(recorder, self._loss, dtypes, self._options.gradient_of_loss) if recorder else None
+        )
         names = [n for n, p in self._module.named_parameters() if p.requires_grad]
         peers = Alone(len(names), [[names.index(name) for name in tie] for tie in ties if tie[0] in names])
         self.optimizer = optimizer(self._module)
@@ -116,7 +122,7 @@ class Emulator:
         group, updater = self.group, self._updater
         updater.enter(group)
         updater.finish(max(versions.reads(group).index for versions in self._versions) - 1)
-        chunks = split((x,), kwargs, y, self.n_microbatches)
+        chunks = self._options.cut(_flat((x,)), kwargs, y)
         try:
             losses = [self._microbatch(group, chunk) for chunk in chunks]
         except BaseException:
@@ -143,7 +149,7 @@ class Emulator:
         if loss is None:
             loss = self._loss(replicas, microbatch)
             with self._newer_weights(group) if any(self.mismatches) else contextlib.nullcontext():
-                loss.backward(torch.full_like(loss, 1.0 / self.n_microbatches))
+                loss.backward(torch.full_like(loss, self._options.gradient_of_loss))
             loss = loss.detach()
         for replica, accumulator in zip(replicas, self._accumulators, strict=True):
             accumulator.add(replica)
@@ -181,7 +187,7 @@ class Emulator:
         self._updater.finish_all()
         results: list[Any] = []
         with torch.no_grad(), evaluating(self._module):
-            for args, options, target in split((x,), kwargs, y, self.n_microbatches):
+            for args, options, target in self._options.cut(_flat((x,)), kwargs, y):
                 output = _through([versions.master.call for versions in self._versions], args, options)
                 results.append(output if target is None else self.loss_fn(output, target).detach())
         return results if y is not None else [merged(results)]
@@ -190,13 +196,28 @@ class Emulator:
         """Finish the pending update, so that `master` is the newest weights."""
         self._updater.finish_all()
 
+    def spread_master(self) -> None:
+        """The master was changed from outside: the groups to come read it, as after a flush."""
+        self.drain()
+        with torch.no_grad():
+            self._updater.peers.agree([w for versions in self._versions for w in versions.master.weights])
+            for versions in self._versions:
+                versions.spread()
+
     def capture(self) -> states.State:
         """The state after the last update, as live tensors: clone or copy them before the next step."""
         self.drain()
         return states.capture(self._updater)
 
     def state_dict(self) -> states.State:
-        return states.cloned(self.capture())
+        """The same, as `torch.distributed.checkpoint` loads into it; see `Schedule2BW.state_dict`."""
+        self.drain()
+        return states.capture(self._updater, at_rest=True)
+
+    def hold(self, copied: torch.cuda.Event) -> None:
+        """What `capture` gave is being copied on another stream until `copied`: later updates wait for it, on the
+        device, before they write."""
+        self._updater.hold(copied)
 
     def load_state_dict(self, state: states.State) -> None:
         self.drain()

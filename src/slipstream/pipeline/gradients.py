@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from slipstream.lists import add_, copy_
 from slipstream.optim.sharded import local  # a gradient has no graph to be detached from
@@ -37,7 +38,7 @@ class Accumulator:
             grad, replica.parameters[i].grad = replica.parameters[i].grad, None
             if grad is None:
                 continue
-            term = local(grad)
+            term = _as_laid_out(grad, replica.parameters[i])
             if (wide := self._wide.get(i)) is None:
                 self._wide[i] = torch.empty_like(term, dtype=self._dtypes[i])
                 firsts.append(self._wide[i])
@@ -55,5 +56,19 @@ class Accumulator:
         grads: Gradients = []
         for i, parameter in enumerate(replica.parameters):
             grad, parameter.grad = parameter.grad, None
-            grads.append(local(grad) if grad is not None else wide.get(i))
+            grads.append(_as_laid_out(grad, parameter) if grad is not None else wide.get(i))
         return grads
+
+
+def _as_laid_out(grad: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a gradient. Tensor parallelism may leave a sum over its ranks to be made (`Partial`), of a
+    norm's weight, say, when each rank saw some of the tokens."""
+    if (
+        isinstance(grad, DTensor)
+        and isinstance(parameter, DTensor)
+        and grad.placements != parameter.placements
+    ):
+        grad = grad.redistribute(parameter.device_mesh, parameter.placements)
+    part = local(grad)
+    wait = getattr(part, "wait", None)  # of a tensor that is still on its way
+    return part if wait is None else wait()

@@ -87,10 +87,10 @@ class Graphs:
     """The recordings of an emulator, made as its replicas come round."""
 
     def __init__(
-        self, recorder: Recorder, loss: Loss, dtypes: Sequence[torch.dtype], microbatches: int
+        self, recorder: Recorder, loss: Loss, dtypes: Sequence[torch.dtype], gradient_of_loss: float
     ) -> None:
         self._recorder: Recorder | None = recorder
-        self._loss, self._dtypes, self._count = loss, list(dtypes), microbatches
+        self._loss, self._dtypes, self._seed = loss, list(dtypes), gradient_of_loss
         self._recordings: dict[Hashable, Recording] = {}
         self._met: dict[Hashable, set[int]] = {}
 
@@ -149,7 +149,7 @@ class Graphs:
             # its own: those made before it would be of weights, and in memory, that are gone when it is replayed.
             torch.clear_autocast_cache()
             loss = self._loss(replicas, held)
-            seed = torch.full_like(loss, 1.0 / self._count)
+            seed = torch.full_like(loss, self._seed)
             found = torch.autograd.grad(loss, parameters, seed, allow_unused=True)
             torch.clear_autocast_cache()  # nor may its own serve anyone else
             return loss.detach(), _own(found, parameters)

@@ -1,10 +1,12 @@
-"""The peers of a rank in a pipeline x data mesh: reductions, tied weights, the global norm, sharded banks.
+"""The peers of a rank in a pipeline x data x tensor mesh: reductions, tied weights, the global norm, sharded banks.
 
-The norm: each stage fills its own slots of one float64 vector (zeros elsewhere), so that the sum over ranks adds
-only zeros and is exact; every rank then sums the same slots. It travels between host processes (`board.py` on one
-machine, gloo between several), where a wait for other stages holds no device. With a sharded optimizer (ZeRO-1)
-each data rank owns whole parameters: gradients are reduced to the owner, and a bank is completed by broadcasts from
-the owners in the bank's dtype.
+Every decision about a parameter is its row in the table of placements (`placement.py`); this file only carries the
+rows out. The norm: each stage fills its own slots of one float64 vector (zeros elsewhere, and where another rank counts
+the piece), so that the sum over ranks is that of each piece once; every rank then sums the same slots. It travels
+between host processes (`board.py` on one machine, gloo between several), where a wait for other stages holds no device.
+With a sharded optimizer (ZeRO-1) each data rank owns whole parameters: gradients are reduced to the owner, and a bank
+is completed by broadcasts from the owners in the bank's dtype. Tensors travel as they are; only small ones are packed
+(`buckets.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from torch import Tensor
 from slipstream.distributed import wires
 from slipstream.distributed.groups import Group, Groups
 from slipstream.errors import UserError
-from slipstream.lists import copy_, mul_
+from slipstream.lists import mul_
 from slipstream.pipeline.board import Board, PeerLost, suits
-from slipstream.pipeline.checks import check_ties
+from slipstream.pipeline.buckets import Bucket, buckets
+from slipstream.pipeline.checks import check_ties, held_ties
 from slipstream.pipeline.peers import (
     Gradients,
     Heard,
@@ -35,6 +38,7 @@ from slipstream.pipeline.peers import (
     sum_present,
     to_host,
 )
+from slipstream.pipeline.placement import Grid, Placement, Ranks
 from slipstream.pipeline.versions import local
 
 
@@ -43,8 +47,8 @@ class Layout:
     """Who holds what, as every rank knows it after one exchange at the start."""
 
     stage: int
-    data_rank: int
-    data_ranks: list[int]  # global ranks that hold this stage, in the order of their data ranks
+    speaks: bool  # for its stage, where one rank's word is enough
+    ranks: list[int]  # global ranks that hold this stage
     slots: list[int]  # number of parameters of each stage
     holders: dict[str, list[int]]  # tied weight -> stages that hold it
     pipeline_ranks: list[int]  # global ranks of this pipeline, by stage
@@ -57,84 +61,81 @@ class Mesh:
         self,
         parameters: Sequence[Tensor],
         ties: dict[str, list[int]],
+        rows: Sequence[Placement],
+        grid: Grid,
         *,
         stage: int,
         stages: int,
         group: dist.ProcessGroup | None,
         data_group: dist.ProcessGroup | None,
-        groups: Groups,
-        sharded: bool,
-        presharded: bool,
+        device: torch.device,
         timeout_seconds: float,
+        summed: bool = False,
     ) -> None:
-        sizes = [p.numel() for p in parameters]
         # What it takes to make a gradient, not the weights: a sharded master gives most of them back.
         self._forms = [(p.shape, p.dtype, p.device) for p in map(local, parameters)]
-        shapes = {name: [tuple(parameters[i].shape) for i in indices] for name, indices in ties.items()}
-        self.layout = _discover(len(sizes), shapes, stage, stages, group, data_group)
-        self._ties = ties
-        self._degree = len(self.layout.data_ranks)
-        # One group for reductions and gathers: updates follow one another, so all ranks use it in one order.
-        self._data: Group | None = None
-        if self._degree > 1:
-            self._data = groups.device(f"data/{_joined(self.layout.data_ranks)}", self.layout.data_ranks)
-        self._presharded = presharded  # FSDP2: gradients arrive reduced, and in shards
-        self.in_step = presharded and groups.kind == "nccl"
-        everyone = _everyone(group, data_group)
+        self._rows, self._grid, self._ties = list(rows), grid, ties
+        held = held_ties(parameters, ties, rows)
+        self.layout = _discover(len(rows), held, stage, stages, group, data_group, grid)
+        self.groups = Groups.meet([group, *grid.spanning], device, timeout_seconds)
+        # Reductions and gathers share a group: updates follow one another, so all ranks use it in one order.
+        over: list[Ranks] = sorted(
+            ranks for ranks in {grid.data, *(row.averaged_over for row in rows)} if len(ranks) > 1
+        )
+        self._over = {ranks: self.groups.device(f"over/{_joined(ranks)}", ranks) for ranks in over}
+        self._tensor: Group | None = None
+        if len(grid.tensor) > 1:
+            self._tensor = self.groups.device(f"tensor/{_joined(grid.tensor)}", grid.tensor)
+        everyone = _everyone(group, self.layout.ranks)
         self._board: Board | None = None
         self._control: Group | None = None
         if suits(len(everyone), _numbers(self.layout)):
             others = [rank for rank in everyone if rank != dist.get_rank()]
-            found = wires.connect(groups.scope.under("board"), dist.get_rank(), others, timeout_seconds)
+            found = wires.connect(self.groups.scope.under("board"), dist.get_rank(), others, timeout_seconds)
             self._board = Board(dist.get_rank(), found, timeout_seconds)
         else:
-            self._control = groups.host("control", everyone)
+            self._control = self.groups.host("control", everyone)
         self._tie_groups = {
-            name: TieGroup(self.layout, name, groups, timeout_seconds)
+            name: TieGroup(self.layout, name, self.groups, timeout_seconds)
             for name, holding in sorted(self.layout.holders.items())
             if len(holding) > 1 and stage in holding
         }
-        tied = {index for indices in ties.values() for index in indices}
-        self.owner = _owners(sizes, tied, self._degree) if sharded else [self.layout.data_rank] * len(sizes)
-        self.owned = [i for i, owner in enumerate(self.owner) if owner == self.layout.data_rank]
-        self._sharded = sharded
-        self.counted = [self._counts(index) for index in range(len(sizes))]
+        # FSDP and tensor parallelism queue collectives of their own in every microbatch.
+        self.in_step = self.groups.kind == "nccl" and any(row.cut for row in rows)
+        self._summed = summed
+        self._here = grid.data.index(grid.rank)
+        self._sharded = any(row.owner >= 0 for row in rows)
+        self.owned = [i for i, row in enumerate(rows) if row.owner in (-1, self._here)]
+        self.counted = [row.counted and not self._counted_elsewhere(i) for i, row in enumerate(rows)]
 
-    def _counts(self, index: int) -> bool:
-        for name, indices in self._ties.items():
-            # A tied weight is one parameter: its first holder counts it.
-            if index in indices and (
-                self.layout.holders[name][0] != self.layout.stage or index != indices[0]
-            ):
-                return False
-        if self._presharded:
-            return True
-        return index in self.owned if self._sharded else self.layout.data_rank == 0
+    def _counted_elsewhere(self, index: int) -> bool:
+        """A tied weight is one parameter: its first holder counts it."""
+        return any(
+            index in indices and (self.layout.holders[name][0] != self.layout.stage or index != indices[0])
+            for name, indices in self._ties.items()
+        )
 
     def reduce(self, grads: Gradients) -> Steps:
-        if self._degree == 1 or self._presharded:
-            return
-        for index in range(len(grads)):
-            grads[index] = self._present(grads, index)
-        yield from self._over_data_ranks([grad for grad in grads if grad is not None])
+        under_way: list[tuple[Wait, Bucket, int]] = []
+        for ranks, group in self._over.items():
+            rows = [i for i, row in enumerate(self._rows) if row.averaged_over == ranks]
+            for index in rows:
+                grads[index] = self._present(grads, index)
+            for owner in sorted({self._rows[index].owner for index in rows}):
+                members = [g for i in rows if self._rows[i].owner == owner and (g := grads[i]) is not None]
+                for bucket in buckets(members):
+                    work = group.all_reduce(bucket.flat) if owner < 0 else group.reduce(bucket.flat, owner)
+                    under_way.append((_waiting(work, group), bucket, len(ranks)))
+        for work, bucket, degree in under_way:
+            yield work
+            if not self._summed:
+                mul_([bucket.flat], 1.0 / degree)
+            bucket.unpack()
 
     def _present(self, grads: Gradients, index: int) -> Tensor:
         """A gradient that others wait for; zeros where this rank has none (an expert that got no tokens)."""
         found, (shape, dtype, device) = grads[index], self._forms[index]
         return torch.zeros(shape, dtype=dtype, device=device) if found is None else found
-
-    def _over_data_ranks(self, grads: list[Tensor]) -> Steps:
-        buckets = []
-        for owner in range(self._degree) if self._sharded else [None]:
-            members = [g for g, o in zip(grads, self.owner, strict=True) if owner is None or o == owner]
-            for flat, tensors in _flattened(members):
-                assert self._data is not None
-                work = self._data.all_reduce(flat) if owner is None else self._data.reduce(flat, owner)
-                buckets.append((_waiting(work, self._data), flat, tensors))
-        for work, flat, tensors in buckets:
-            yield work
-            mul_([flat], 1.0 / self._degree)
-            copy_(tensors, _unflattened(flat, tensors))
 
     def tie(self, grads: Gradients) -> Steps:
         for name, indices in sorted(self._ties.items()):
@@ -151,7 +152,7 @@ class Mesh:
         vector = torch.zeros(_numbers(self.layout), dtype=torch.float64)
         vector[offset : offset + len(mine)] = torch.tensor(mine, dtype=torch.float64)
         vector[count] = float(tally.stop)
-        if self.layout.data_rank == 0:
+        if self.layout.speaks:
             vector[count + 1 + self.layout.stage] = tally.work_seconds
             vector[count + 1 + stages + self.layout.stage] = tally.link_seconds
         yield self._sum_over_ranks(vector)
@@ -166,28 +167,36 @@ class Mesh:
         return self._control.all_reduce(vector)
 
     def gather(self, weights: Sequence[Tensor]) -> Steps:
-        if not self._sharded or self._degree == 1:
+        if not self._sharded or len(self._grid.data) == 1:
             return
-        buckets = []
-        for owner in range(self._degree):
-            members = [w for w, o in zip(weights, self.owner, strict=True) if o == owner]
-            for flat, tensors in _flattened(members):
-                assert self._data is not None
-                work = self._data.broadcast(flat, owner)
-                buckets.append((_waiting(work, self._data), flat, tensors, owner))
-        for work, flat, tensors, owner in buckets:
+        under_way: list[tuple[Wait, Bucket, int]] = []
+        group = self._over[self._grid.data]
+        for owner in range(group.size):
+            for bucket in buckets(
+                [w for w, row in zip(weights, self._rows, strict=True) if row.owner == owner]
+            ):
+                work = group.broadcast(bucket.flat, owner)
+                under_way.append((_waiting(work, group), bucket, owner))
+        for work, bucket, owner in under_way:
             yield work
-            if owner != self.layout.data_rank:
-                copy_(tensors, _unflattened(flat, tensors))
+            if owner != self._here:
+                bucket.unpack()
 
     def agree(self, weights: Sequence[Tensor]) -> None:
-        if self._data is not None and not self._presharded:
-            for weight in weights:
-                _broadcast(weight, self._data)
+        for axis in range(2):  # over data ranks, then over tensor ranks
+            for weight, row in zip(weights, self._rows, strict=True):
+                ranks = row.begins_over[axis] if axis < len(row.begins_over) else ()
+                if len(ranks) > 1:
+                    _broadcast(weight, self._starting(ranks))
         for name, indices in sorted(self._ties.items()):
             if name in self._tie_groups:
                 _broadcast(weights[indices[0]], self._tie_groups[name].group)
             copy_first(weights, indices)
+
+    def _starting(self, ranks: Ranks) -> Group:
+        found = self._over.get(ranks) or self._tensor
+        assert found is not None, f"no group of ranks {ranks}"
+        return found
 
     def close(self) -> None:
         """Hang up; the groups are closed by whoever made them."""
@@ -261,52 +270,59 @@ def _numbers(layout: Layout) -> int:
 
 def _discover(
     count: int,
-    ties: dict[str, list[tuple[int, ...]]],
+    ties: dict[str, list[tuple[tuple[int, ...], str]]],
     stage: int,
     stages: int,
     group: dist.ProcessGroup | None,
     data_group: dist.ProcessGroup | None,
+    grid: Grid,
 ) -> Layout:
-    """`ties`: tied weight -> the shapes of this stage's parameters that hold it."""
+    """`ties`: tied weight -> shapes and layouts of this stage's parameters that hold it."""
     told: list[Any] = [None] * stages
-    dist.all_gather_object(told, (stage, count, ties, dist.get_rank()), group=group)
+    sizes = len(grid.data), len(grid.tensor)
+    dist.all_gather_object(told, (stage, count, ties, dist.get_rank(), sizes), group=group)
     told.sort(key=lambda entry: entry[0])
     if [entry[0] for entry in told] != list(range(stages)):
         raise UserError(
             f"The ranks of this pipeline hold stages {[entry[0] for entry in told]}, not 0 to {stages - 1}."
         )
+    if other := next((entry for entry in told if entry[4] != sizes), None):
+        raise UserError(
+            f"Stage {stage} is held by {sizes[0]} data x {sizes[1]} tensor ranks, stage {other[0]} by {other[4][0]} x "
+            f"{other[4][1]}. Give mesh= on every stage, with the same dimensions."
+        )
     holders: dict[str, list[int]] = {}
-    for index, _, held, _ in told:
+    for index, _, held, *_ in told:
         for name in held:
             holders.setdefault(name, []).append(index)
-    check_ties([held for _, _, held, _ in told])
-    data_ranks = [dist.get_rank()] if data_group is None else dist.get_process_group_ranks(data_group)
+    check_ties([held for _, _, held, *_ in told])
+    ranks = _stage_ranks(grid, data_group)
     return Layout(
         stage=stage,
-        data_rank=data_ranks.index(dist.get_rank()),
-        data_ranks=data_ranks,
+        speaks=grid.rank == ranks[0],
+        ranks=ranks,
         slots=[entry[1] for entry in told],
         holders=holders,
         pipeline_ranks=[entry[3] for entry in told],
     )
 
 
-def _everyone(group: dist.ProcessGroup | None, data_group: dist.ProcessGroup | None) -> list[int]:
-    """The ranks of all pipelines of the mesh: they agree on stops, skips and sharded norms."""
-    ranks = [dist.get_rank()] if data_group is None else dist.get_process_group_ranks(data_group)
-    rows: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(rows, ranks, group=group)
+def _stage_ranks(grid: Grid, data_group: dist.ProcessGroup | None) -> list[int]:
+    """All ranks that hold this stage: the tensor ranks of all data ranks."""
+    if grid.all:
+        return sorted(grid.all)
+    rows: list[Any] = [grid.tensor]
+    if data_group is not None:
+        rows = [None] * len(grid.data)
+        dist.all_gather_object(rows, grid.tensor, group=data_group)
     return sorted({rank for row in rows for rank in row})
 
 
-def _owners(sizes: Sequence[int], tied: set[int], degree: int) -> list[int]:
-    """Whole parameters to data ranks, largest first to the least loaded; tied ones to rank 0 on every stage."""
-    loads = [0] * degree
-    owner = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda i: (i not in tied, -sizes[i], i)):
-        owner[index] = 0 if index in tied else loads.index(min(loads))
-        loads[owner[index]] += sizes[index]
-    return owner
+def _everyone(group: dist.ProcessGroup | None, ranks: list[int]) -> list[int]:
+    """The ranks of all pipelines of the mesh: they agree on stops, skips and sharded norms."""
+    rows: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(rows, ranks, group=group)
+    return sorted({rank for row in rows for rank in row})
 
 
 def _broadcast(weight: Tensor, group: Group) -> None:
@@ -314,16 +330,3 @@ def _broadcast(weight: Tensor, group: Group) -> None:
     value = weight.detach().contiguous()
     group.broadcast(value, 0).wait()
     weight.copy_(value)
-
-
-def _flattened(tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
-    """One flat copy per dtype, with the tensors it was made from."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    return [(torch.cat([t.reshape(-1) for t in members]), members) for members in by_dtype.values()]
-
-
-def _unflattened(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    parts = flat.split([tensor.numel() for tensor in like])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from slipstream.distributed.groups import Groups
+
 Gradients = list[Tensor | None]
 
 
@@ -79,6 +81,11 @@ class Peers(Protocol):
     counted: list[bool]  # whether this rank's slot of a parameter enters the norm
     in_step: bool  # whether an update's collectives must stand at one place among the microbatches of all data ranks
 
+    @property
+    def groups(self) -> Groups | None:
+        """The process groups it uses."""
+        ...
+
     def reduce(self, grads: Gradients) -> Steps:
         """Average over the data axis, in place (for a sharded optimizer: at least on the owner)."""
         ...
@@ -106,6 +113,7 @@ class Alone:
     """One process that holds the whole model. `ties`: lists of indices of parameters that are one weight."""
 
     in_step = False
+    groups: Groups | None = None
 
     def __init__(self, count: int, ties: Sequence[Sequence[int]] = ()) -> None:
         self.owned = list(range(count))

@@ -11,41 +11,41 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from slipstream.distributed.groups import Groups
 from slipstream.errors import StageError, UserError
 from slipstream.optim.corrections import Correction, build_correction
+from slipstream.optim.muon import Muon
 from slipstream.pipeline import state as states
 from slipstream.pipeline.board import PeerLost
 from slipstream.pipeline.checks import (
     as_message,
-    check_arguments,
     check_inputs,
-    check_sharding,
-    check_ties,
     detached,
     named_ties,
     shapes,
 )
 from slipstream.pipeline.depth import Depth
+from slipstream.pipeline.fsdp import before_backward, give_back, sum_gradients
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.links import Links
 from slipstream.pipeline.mesh import Mesh
 from slipstream.pipeline.messages import Spec, spec_of
-from slipstream.pipeline.microbatches import Microbatch, as_predicate, check_loss, merged, split
+from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, check_loss, merged
+from slipstream.pipeline.options import Options
 from slipstream.pipeline.peers import Alone
-from slipstream.pipeline.sharding import collapse, materialised
+from slipstream.pipeline.plan import check_optimizer, peers_of, planned
+from slipstream.pipeline.sharding import collapse, materialised, refuse_to_save
 from slipstream.pipeline.torch_stage import read_stage
 from slipstream.pipeline.trace import Trace
-from slipstream.pipeline.update import Updater, check_covers, no_optimizer
+from slipstream.pipeline.update import Updater, no_optimizer
 from slipstream.pipeline.versions import Prepare, Replica, Versions, check_layers, evaluating, split_shared
 from slipstream.schedule.actions import Kind
 from slipstream.schedule.timeline import Span
@@ -70,7 +70,7 @@ class Schedule2BW:
         self,
         stage: Any,
         n_microbatches: int,
-        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        loss_fn: Callable[..., Tensor] | None = None,
         optimizer: Callable[[nn.Module], Optimizer] | None = None,
         correction: str | Correction = "error_feedback",
         max_grad_norm: float | None = None,
@@ -80,43 +80,42 @@ class Schedule2BW:
         bank_dtype: torch.dtype | None = None,
         tied: dict[str, str | Sequence[str]] | None = None,
         data_group: ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         shard_optimizer: bool = False,
         prepare: Prepare | None = None,
+        replicas: Sequence[nn.Module] | None = None,
+        args_chunk_spec: Sequence[ChunkSpec] | None = None,
+        kwargs_chunk_spec: Mapping[str, ChunkSpec] | None = None,
+        scale_grads: bool = True,
+        data_reduction: str = "mean",
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
         link_latency: float = 0.0,
     ) -> None:
         self._stage = read_stage(stage)
-        last, count = self._stage.last, self._stage.count
-        check_arguments(last, loss_fn, optimizer, n_microbatches, max_grad_norm, count)
-        assert optimizer is not None
+        last, count, module = self._stage.last, self._stage.count, self._stage.module
+        options = Options(
+            n_microbatches, loss_fn, optimizer, correction, max_grad_norm, synchronous, bank_dtype, prepare, replicas,
+            scale_grads, data_reduction, args_chunk_spec, kwargs_chunk_spec, last, count,
+        )  # fmt: skip
+        options.check_module(module)
+        check_layers(module)
+        self._options = options
         self.n_microbatches = n_microbatches
         self.loss_fn = loss_fn
-        self._synchronous = as_predicate(synchronous)
+        self._synchronous = options.flushed
         on_host = self._stage.device.type == "cpu"
-        self._depth = Depth(self._stage.index, self._stage.count, n_microbatches, in_flight, on_host)
-        module = self._stage.module
-        check_layers(module)
+        self._depth = Depth(self._stage.index, count, n_microbatches, in_flight, on_host)
         ties = named_ties(tied, split_shared(module), module, self._stage.index)
-        self._versions = Versions(module, self._synchronous, bank_dtype=bank_dtype, prepare=prepare)
-        parameters = self._versions.master.parameters
-        presharded = any(isinstance(p, DTensor) for p in parameters)
-        check_sharding(presharded, shard_optimizer, data_group)
-        names = self._versions.names
-        indices = {key: [names.index(name) for name in local] for key, local in ties.items()}
-        self._groups: Groups | None = None
-        if self._stage.count == 1 and data_group is None:
-            check_ties([{key: [tuple(parameters[i].shape) for i in held] for key, held in indices.items()}])
-            self._peers: Alone | Mesh = Alone(len(names), list(indices.values()))
-        else:
-            self._groups = Groups.meet(self._stage.group, data_group, self._stage.device, timeout)
-            self._peers = Mesh(
-                parameters, indices,
-                stage=self._stage.index, stages=self._stage.count, group=self._stage.group, data_group=data_group,
-                groups=self._groups, sharded=shard_optimizer, presharded=presharded,
-                timeout_seconds=timeout,
-            )  # fmt: skip
+        self._versions = Versions(
+            module, self._synchronous, bank_dtype=bank_dtype, prepare=prepare, ready=replicas
+        )
+        if data_reduction == "sum":
+            for replica in self._versions.replicas:
+                sum_gradients(replica.shards)
+        plan = planned(self._versions, ties, mesh, data_group, shard_optimizer, data_reduction == "sum")
+        self._peers: Alone | Mesh = peers_of(self._stage, plan, data_group, timeout)
         self._links = Links(
-            self._stage, self._groups, warm_up_behind=lambda: self._depth.warm_up_behind,
+            self._stage, self._peers.groups, warm_up_behind=lambda: self._depth.warm_up_behind,
             timeout_seconds=timeout, delay_seconds=link_latency,
         )  # fmt: skip
         self._peers.agree(self._versions.master.weights)
@@ -125,17 +124,18 @@ class Schedule2BW:
         if shard_optimizer:
             self._versions.owned = self._peers.owned
             collapse(self._versions, self._peers.owned)
+            refuse_to_save(self._versions)
+        assert optimizer is not None
         self.optimizer = optimizer(module) if list(module.parameters()) else no_optimizer()
-        owned = self._versions.owned
-        check_covers(self.optimizer, module, [names[i] for i in owned], [parameters[i] for i in owned])
-        self._updater = Updater(
-            [self._versions], self.optimizer, build_correction(correction), max_grad_norm, self._peers
-        )
+        corrected = build_correction(correction)
+        check_optimizer(self._versions, self.optimizer, corrected, plan.rows)
+        self._updater = Updater([self._versions], self.optimizer, corrected, max_grad_norm, self._peers)
         self._accumulator = Accumulator(self._versions.master)
         self._updater.wait_for = self._links.wait_for
         self._trace = Trace(self._stage.index, self._stage.device)
         self._updater.timing = lambda group: self._trace.action(Kind.UPDATE, group, version=group + 1)
         self._flight: deque[_InFlight] = deque()
+        self._loss_kwargs: dict[str, Any] = {}  # of the group or evaluation whose forwards run
         self._spec: Spec | None = None  # of this stage's output, fixed by the first microbatch
         self._failed: str | None = None
         self._closed = False
@@ -148,16 +148,23 @@ class Schedule2BW:
         *args: Any,
         target: Any = None,
         losses: list[Tensor] | None = None,
-        return_outputs: bool = False,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: Sequence[Any] | None = None,
+        kwarg_mbs: Sequence[dict[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Hand in one group: the inputs on the first stage, the target on the last, nothing in between.
 
-        Returns without flushing. `losses` is filled, on the last stage, with the losses of this group's
-        microbatches, taken at the bank. `return_outputs` makes the last stage return its outputs.
+        Returns without flushing. `losses` is filled, on the last stage, with the losses of this group's microbatches,
+        taken at the bank; `loss_kwargs` go to loss_fn. The last stage returns its outputs: all of a group's at once,
+        so a model with a large vocabulary sets `return_outputs=False`. `arg_mbs`, `kwarg_mbs` and `target_mbs` are
+        lists of microbatches in the place of whole batches.
         """
         group = self.group
-        microbatches = self._cut(args, kwargs, target, losses)
+        microbatches = self._cut(args, kwargs, target, losses, (arg_mbs, kwarg_mbs, target_mbs))
+        self._loss_kwargs = loss_kwargs or {}
         with self._guarded():
             if self._synchronous(group):
                 self.drain()
@@ -188,12 +195,25 @@ class Schedule2BW:
             self._updater.finish_all()
             self._links.finish_sends()
 
-    def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: Sequence[Any] | None = None,
+        kwarg_mbs: Sequence[dict[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """A forward pass at the master, without gradients, of as many microbatches as a group has.
 
-        The last stage fills `losses` if it has a target, and returns its outputs if it has none.
+        The last stage fills `losses` if it has a target, and returns its outputs unless told not to.
         """
-        microbatches = self._cut(args, kwargs, target, losses)
+        microbatches = self._cut(args, kwargs, target, losses, (arg_mbs, kwarg_mbs, target_mbs))
+        self._loss_kwargs = loss_kwargs or {}
+        has_target = target is not None or target_mbs is not None
         self.drain()
         results = []
         with self._guarded(), torch.no_grad(), self.gathered_master() as module, evaluating(module):
@@ -202,8 +222,8 @@ class Schedule2BW:
                 message = self._links.receive_evaluation(index, spec) if spec else list(microbatch[0])
                 output = self._stage.route.run(self._versions.master.call, message, microbatch[1])
                 if self._stage.last:
-                    loss = None if target is None else self._loss(output, microbatch[2]).detach()
-                    results.append((loss, None if loss is not None else output))
+                    loss = self._loss(output, microbatch[2]).detach() if has_target else None
+                    results.append((loss, output if return_outputs else None))
                 else:
                     self._links.send_evaluation(index, as_message(output))
             self._links.finish_sends()
@@ -212,7 +232,7 @@ class Schedule2BW:
         if losses is not None:
             losses.clear()
             losses.extend(loss for loss, _ in results if loss is not None)
-        return merged([output for _, output in results]) if target is None else None
+        return merged([output for _, output in results]) if return_outputs else None
 
     def _forward(self, group: int, index: int, microbatch: Microbatch, keep_output: bool) -> tuple[Any, Any]:
         args, kwargs, target = microbatch
@@ -244,18 +264,21 @@ class Schedule2BW:
     def _backward(self) -> None:
         group, index, replica, inputs, outputs = self._flight.popleft()
         if self._stage.last:
-            roots, grads = outputs, [torch.full_like(outputs[0], 1.0 / self.n_microbatches)]
+            roots, grads = outputs, [torch.full_like(outputs[0], self._options.gradient_of_loss)]
         else:
             roots = [output for output in outputs if output.requires_grad]
             grads = self._links.receive_gradients(group, index)
         with self._trace.action(Kind.BACKWARD, group, index, self._versions.reads(group).index):
-            self._gradient_sync(replica, last=index + 1 == self.n_microbatches)
+            last = index + 1 == self.n_microbatches
+            before_backward(replica.shards, last)
             if roots:
                 torch.autograd.backward(roots, grads)
             self._accumulator.add(replica)
+            if last:
+                give_back(replica.shards)
         if not self._stage.first:
             self._links.send_gradients(group, inputs, keep=self.n_microbatches)
-        if index + 1 == self.n_microbatches:
+        if last:
             self._depth.tell(self._updater.tally, self._trace.pair_seconds)
             self._updater.begin(group, self._accumulator.take(replica))
         else:
@@ -263,7 +286,7 @@ class Schedule2BW:
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         assert self.loss_fn is not None
-        return check_loss(self.loss_fn(output, target))
+        return check_loss(self.loss_fn(output, target, **self._loss_kwargs))
 
     def _await_bank(self, group: int) -> None:
         """The group's weights come from update index - 1, which must be done, gathers and all."""
@@ -276,13 +299,6 @@ class Schedule2BW:
             raise StageError(
                 f"{error}. {lost} closed its connection before group {group}, microbatch 0."
             ) from error
-
-    @staticmethod
-    def _gradient_sync(replica: Replica, last: bool) -> None:
-        """FSDP2 reduces gradients in the backward of a group's last microbatch only."""
-        synchronise = getattr(replica.module, "set_requires_gradient_sync", None)
-        if synchronise is not None:
-            synchronise(last)
 
     # State ------------------------------------------------------------------------------------------------
 
@@ -300,21 +316,41 @@ class Schedule2BW:
     def gathered_master(self) -> Iterator[nn.Module]:
         """The whole master, gathered from its owners where the optimizer is sharded: on all ranks together, as it
         drains (an update that is under way on one data rank would take its gather for that of another's bank)."""
-        if not self._sharded:
-            yield self._versions.module
-            return
+        if self._sharded:
+            self.drain()
+        try:
+            with materialised(self._versions, self._peers) if self._sharded else contextlib.nullcontext():
+                yield self._versions.module
+        finally:
+            give_back(self._versions.master.shards)  # a forward may have left it whole, and soon stale
+
+    def spread_master(self) -> None:
+        """The master was changed from outside (weights loaded, averaged, pruned): the groups to come read it, as after
+        a flush. On all ranks together; data ranks and tied weights take the values of the first of them."""
         self.drain()
-        with materialised(self._versions, self._peers):
-            yield self._versions.module
+        with torch.no_grad():
+            if not self._sharded:
+                self._peers.agree(self._versions.master.weights)
+            self._versions.spread()
+            for replica in self._versions.replicas:
+                for step in self._peers.gather(replica.weights):
+                    step.wait()
 
     def capture(self) -> states.State:
-        """The state at the boundary this stage has reached, without draining: for `after_update`."""
-        return states.cloned(states.capture(self._updater))
+        """The state at the boundary this stage has reached, without draining: for `after_update`. Its tensors are the
+        live ones, good until the next update: copy what is to be kept (`cloned_state`)."""
+        return states.capture(self._updater)
 
     def state_dict(self) -> states.State:
-        """Drain, then the state of this stage. `merge_states` joins the stages' states."""
+        """Drain, then the state of this stage: live tensors, as of a module. `merge_states` joins the stages' states,
+        `cloned_state` keeps one, `torch.distributed.checkpoint` saves it and loads into it."""
         self.drain()
-        return self.capture()
+        return states.capture(self._updater, at_rest=True)
+
+    def hold(self, copied: torch.cuda.Event) -> None:
+        """What `capture` gave is being copied on another stream until `copied`: later updates wait for it, on the
+        device, before they write."""
+        self._updater.hold(copied)
 
     def load_state_dict(self, state: states.State) -> None:
         """Continue from a state: this stage's own, or the union of all, saved with any number of stages."""
@@ -392,8 +428,10 @@ class Schedule2BW:
         self._failed = self._failed or "it was closed"
         self._links.close()
         self._peers.close()
-        if self._groups is not None:
-            self._groups.close(failed)
+        if isinstance(self.optimizer, Muon):
+            self.optimizer.close()
+        if self._peers.groups is not None:
+            self._peers.groups.close(failed)
         self._flight.clear()
 
     def __enter__(self) -> Schedule2BW:
@@ -428,7 +466,10 @@ class Schedule2BW:
             self._failed = f"{type(error).__name__}: {error}"
             raise
 
-    def _cut(self, args: tuple, kwargs: dict[str, Any], target: Any, losses: Any) -> list[Microbatch]:
+    def _cut(
+        self, args: tuple, kwargs: dict[str, Any], target: Any, losses: Any, mbs: tuple[Any, Any, Any]
+    ) -> list[Microbatch]:
         if self._failed is None:
-            check_inputs(self._stage, args, kwargs, target is not None or losses is not None)
-        return split(args, kwargs, target, self.n_microbatches)
+            has_target = any(given is not None for given in (target, losses, mbs[2]))
+            check_inputs(self._stage, args or mbs[0], kwargs or mbs[1], has_target)
+        return self._options.cut(args, kwargs, target, *mbs)

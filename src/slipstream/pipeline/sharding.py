@@ -11,7 +11,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import nn
 
+from slipstream.errors import UserError
 from slipstream.pipeline.peers import Peers
 from slipstream.pipeline.versions import Versions, local
 
@@ -19,6 +21,7 @@ from slipstream.pipeline.versions import Versions, local
 def collapse(versions: Versions, owned: Sequence[int]) -> None:
     """Free the parameters of the master that are not owned here."""
     keep = set(owned)
+    versions.partial = True
     for index, parameter in enumerate(versions.master.parameters):
         if index not in keep:
             parameter.requires_grad_(False)
@@ -26,6 +29,20 @@ def collapse(versions: Versions, owned: Sequence[int]) -> None:
                 parameter.shape
             )
             versions.master.weights[index] = local(parameter)
+
+
+def refuse_to_save(versions: Versions) -> None:
+    """A module that has only a part of its weights must not save the rest as zeros."""
+
+    def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if versions.partial:
+            raise UserError(
+                "The optimizer is sharded: this module holds the weights that its data rank owns, and zeros for the "
+                "rest. Use `with schedule.gathered_master() as module: module.state_dict()`, on all ranks together, or "
+                "schedule.state_dict() for what this rank owns."
+            )
+
+    versions.module.register_state_dict_pre_hook(hook)
 
 
 @contextlib.contextmanager
@@ -38,6 +55,7 @@ def materialised(versions: Versions, peers: Peers) -> Iterator[None]:
             versions.master.weights[index] = local(parameter)
     for step in peers.gather(versions.master.weights):
         step.wait()
+    versions.partial = False
     try:
         yield
     finally:

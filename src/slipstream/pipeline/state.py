@@ -1,34 +1,52 @@
 """The state of a run at the boundary after an update, as plain dictionaries keyed by parameter names.
 
-For the boundary after update g: the master z_{g+1}, the banks that groups g+1 and g+2 will read, optimizer state
-and hyperparameters by parameter, the correction, counters. Names are the module's own: where they are global
-(the stages are cut from one model), the union over stages (`merge_states`) loads into any number of stages.
+For the boundary after update g: the master z_{g+1}, the banks that groups g+1 ("current") and g+2 ("next") will read,
+optimizer state and hyperparameters by parameter, the correction, counters. Names are the module's own: where they are
+global (the stages are cut from one model), the union over stages (`merge_states`) loads into any number of stages.
+
+Tensors are the live ones, and DTensors stay DTensors: `torch.distributed.checkpoint` saves them and loads into them,
+in another layout and another number of stages too. `cloned_state` makes a state that later steps do not change.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from slipstream.errors import CheckpointError, UserError
 from slipstream.lists import copy_
 from slipstream.pipeline.update import Updater
-from slipstream.pipeline.versions import Versions, local, sharded_as
+from slipstream.pipeline.versions import Replica, Versions, local, sharded_as
 
-FORMAT = 1
+FORMAT = 2  # 1: banks went by the number of the group that reads them
 State = dict[str, Any]
 SECTIONS = ("master", "optimizer", "hyper", "buffers", "memory")
 
 
-def capture(updater: Updater) -> State:
-    """The state at the boundary this process has reached; tensors are the live ones (clone to keep)."""
+def bank_name(offset: int) -> str:
+    """Of the bank that the group `offset` after the boundary reads: the same at every boundary."""
+    return ("current", "next")[offset] if offset < 2 else f"next_{offset}"
+
+
+def capture(updater: Updater, *, at_rest: bool = False) -> State:
+    """The state at the boundary this process has reached; tensors are the live ones (`cloned_state` to keep).
+
+    `at_rest`: nothing is in flight, and the state may be loaded in place: every bank has memory of its own and is in
+    it, published or not, and what the optimizer makes at its first step is there too.
+    """
+    fresh = at_rest and updater.completed == 0 and not updater.optimizer.state
+    slots = _first_slots(updater) if fresh else updater.optimizer.state
     state: State = {
         "format": FORMAT,
         "group": updater.completed,
         "skipped": updater.skipped,
+        "fresh": fresh,  # the optimizer has not stepped: its state only shows what there will be
+        "published": {},  # bank -> whether it is one
         "master": {},
         "banks": {},
         "optimizer": {},
@@ -47,31 +65,61 @@ def capture(updater: Updater) -> State:
         if twice := next((name for name, *_ in owned if name in state["master"]), None):
             raise CheckpointError(_named_twice(twice, "master"))
         for name, parameter, index in owned:
-            state["master"][name] = versions.master.weights[index]
-            state["optimizer"][name] = dict(updater.optimizer.state.get(parameter, {}))
+            state["master"][name] = parameter.detach()
+            state["optimizer"][name] = dict(slots.get(parameter, {}))
             state["hyper"][name] = hyper[id(parameter)]
             if memory := updater.correction.memory_of(versions.master.weights[index]):
                 state["memory"][name] = memory
-        for group, replica in versions.banks().items():
-            bank = state["banks"].setdefault(str(group), {})
-            bank.update({name: replica.weights[index] for name, _, index in owned})
+        published = set(versions.banks())
+        for group, replica in _banks_of(versions, updater.completed, at_rest).items():
+            bank = state["banks"].setdefault(bank_name(group - updater.completed), {})
+            bank.update({name: replica.parameters[index].detach() for name, _, index in owned})
+            state["published"][bank_name(group - updater.completed)] = group in published
         state["buffers"].update({name: versions.module.get_buffer(name) for name in versions.buffers})
     return state
 
 
+def _banks_of(versions: Versions, boundary: int, at_rest: bool) -> dict[int, Replica]:
+    return versions.apart(boundary) if at_rest else versions.banks()
+
+
+def _first_slots(updater: Updater) -> Mapping[Tensor, dict[str, Any]]:
+    """The state that a first step would make, as zeros: seen by letting a copy of the optimizer take that step."""
+    stand_ins = {
+        id(p): nn.Parameter(torch.zeros_like(p)) if p.requires_grad else nn.Parameter(torch.zeros(0), False)
+        for entry in updater.optimizer.param_groups
+        for p in entry["params"]
+    }
+    probe = copy.deepcopy(updater.optimizer, dict(stand_ins))
+    for stand_in in stand_ins.values():
+        stand_in.grad = torch.zeros_like(stand_in) if stand_in.requires_grad else None
+    probe.step()
+    slots: dict[Tensor, dict[str, Any]] = {}
+    for entry in updater.optimizer.param_groups:
+        for parameter in entry["params"]:
+            made = probe.state.get(stand_ins[id(parameter)], {})
+            slots[parameter] = {
+                k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in made.items()
+            }
+    return slots
+
+
 def restore(updater: Updater, state: State) -> None:
-    """Put `state`, which may hold more names than this process has, into the master, banks and optimizer."""
-    if state.get("format") != FORMAT:
-        raise CheckpointError(
-            f"The state has format {state.get('format')!r}; this version reads format {FORMAT}."
-        )
+    """Put `state`, which may hold more names than this process has, into the master, banks and optimizer.
+
+    Where the optimizer is sharded this is for all data ranks together: each puts in what it owns.
+    """
+    state = upgraded(state)
     for versions in updater.versions:
-        _require(versions.names, state["master"], "master")
         owned = versions.owned  # where the optimizer is sharded, the rest of the master has no memory here
+        _require([versions.names[i] for i in owned], state["master"], "master")
         copy_(
             [versions.master.weights[i] for i in owned], [_fit(versions, state["master"], i) for i in owned]
         )
         versions.restore(_banks(versions, state))
+        for replica in versions.replicas:
+            for step in updater.peers.gather(replica.weights) if replica.readers else ():
+                step.wait()
         # Not the caches: those of before are as good as ever, and another one's need not fit.
         saved = {name: state["buffers"][name] for name in versions.buffers if name in state["buffers"]}
         for module in (versions.module, *(replica.module for replica in versions.replicas)):
@@ -87,25 +135,38 @@ def restore(updater: Updater, state: State) -> None:
     updater.forget()
 
 
-def _banks(versions: Versions, state: State) -> dict[int, list[Tensor]]:
-    """What each group reads whose weights exist at this boundary, by the rule as it is now.
+def upgraded(state: State) -> State:
+    """A state of this format; from format 1, the banks by their distance from the boundary."""
+    if state.get("format") == FORMAT:
+        return state
+    if state.get("format") != 1:
+        raise CheckpointError(
+            f"The state has format {state.get('format')!r}; this version reads formats 1 and {FORMAT}."
+        )
+    banks = {bank_name(int(group) - state["group"]): bank for group, bank in state["banks"].items()}
+    return state | {"format": FORMAT, "fresh": False, "banks": banks, "published": dict.fromkeys(banks, True)}
+
+
+def _banks(versions: Versions, state: State) -> dict[int, dict[int, Tensor]]:
+    """What each group reads whose weights exist at this boundary, by the rule as it is now: parameter -> tensor.
 
     Where `synchronous` or the delay is not what it was when the state was saved, a bank that was never published is
     the master, as after a flush.
     """
     boundary = state["group"]
-    banks: dict[int, list[Tensor]] = {}
-    shared: dict[tuple, list[Tensor]] = {}
+    banks: dict[int, dict[int, Tensor]] = {}
+    shared: dict[tuple, dict[int, Tensor]] = {}
     for group in range(boundary, boundary + versions.delay + 1):
-        read, bank = versions.reads(group), state["banks"].get(str(group))
+        name = bank_name(group - boundary)
+        read, bank = versions.reads(group), state["banks"].get(name)
         if read.index > boundary:
             continue  # published later
-        if bank is None or read.kind == "master":
+        if bank is None or read.kind == "master" or not state["published"].get(name, True):
             bank = state["master"]
-        _require(versions.names, bank, f"bank of group {group}")
-        tensors = [_fit(versions, bank, i) for i in range(len(versions.names))]
+        _require([versions.names[i] for i in versions.owned], bank, f"bank '{name}'")
+        tensors = {i: _fit(versions, bank, i) for i in versions.owned}
         # Groups that read the same tensors share a replica.
-        banks[group] = shared.setdefault(tuple(t.data_ptr() for t in tensors), tensors)
+        banks[group] = shared.setdefault(tuple(t.data_ptr() for t in tensors.values()), tensors)
     return banks
 
 
@@ -122,9 +183,13 @@ def _fit(versions: Versions, tensors: Mapping[str, Tensor], index: int) -> Tenso
     return saved
 
 
-def _placed(saved: Tensor, parameter: Tensor) -> Tensor:
-    """A saved tensor of a parameter, whole or this rank's part of it, cut as the parameter is."""
-    if not isinstance(parameter, DTensor) or saved.ndim == 0:
+def _placed(saved: Any, parameter: Tensor) -> Any:
+    """A saved tensor in the layout of `parameter`, where it is one of that parameter's elements."""
+    if isinstance(saved, DTensor):
+        if isinstance(parameter, DTensor) and saved.device_mesh == parameter.device_mesh:
+            return saved.redistribute(placements=parameter.placements)
+        saved = saved.full_tensor()
+    if not isinstance(saved, Tensor) or not isinstance(parameter, DTensor):
         return saved
     if saved.shape == parameter.shape:
         mesh, placements = parameter.device_mesh, parameter.placements
@@ -159,11 +224,19 @@ def _restore_optimizer(updater: Updater, state: State) -> None:
             dict(state["hyper"][members[0]]) if members else {k: v for k, v in entry.items() if k != "params"}
         )
         groups.append({**values, "params": [numbers[id(p)] for p in entry["params"]]})
-    slots = {
-        numbers[key]: {what: _own(value, parameters[key]) for what, value in state["optimizer"][name].items()}
-        for key, name in names.items()
-        if state["optimizer"][name]
-    }
+    if state["fresh"]:
+        optimizer.state.clear()
+    slots = (
+        {}
+        if state["fresh"]
+        else {
+            numbers[key]: {
+                what: _own(value, parameters[key]) for what, value in state["optimizer"][name].items()
+            }
+            for key, name in names.items()
+            if state["optimizer"][name]
+        }
+    )
     optimizer.load_state_dict({"state": slots, "param_groups": groups})
 
 
@@ -171,25 +244,19 @@ def _own(value: Any, parameter: Tensor) -> Any:
     return _placed(value, parameter).clone() if isinstance(value, Tensor) else value
 
 
-def cloned(state: Any) -> Any:
-    """A state whose tensors no later step changes."""
-    if isinstance(state, Tensor):
-        return local(state).clone()
-    if isinstance(state, dict):
-        # Banks of groups 0 and 1 are one: keep them one.
-        copies: dict[int, Tensor] = {}
-        return {key: _cloned_once(value, copies) for key, value in state.items()}
-    return state
+def cloned_state(state: Any) -> Any:
+    """A state whose tensors no later step changes; those that are one tensor stay one."""
+    return _cloned(state, {})
 
 
-def _cloned_once(value: Any, copies: dict[int, Tensor]) -> Any:
+def _cloned(value: Any, copies: dict[tuple, Tensor]) -> Any:
     if isinstance(value, Tensor):
-        if value.data_ptr() not in copies or value.numel() == 0:
-            copies[value.data_ptr()] = local(value).clone()
-        found = copies[value.data_ptr()]
-        return found if found.shape == value.shape else local(value).clone()
+        key = (local(value).data_ptr(), tuple(value.shape), value.dtype) if value.numel() else (id(value),)
+        if key not in copies or not value.numel():
+            copies[key] = value.detach().clone()
+        return copies[key]
     if isinstance(value, dict):
-        return {key: _cloned_once(item, copies) for key, item in value.items()}
+        return {key: _cloned(item, copies) for key, item in value.items()}
     return value
 
 
@@ -204,8 +271,8 @@ def merge_states(states: Sequence[State]) -> State:
     for state in states:
         for section in SECTIONS:
             _union(merged[section], state.get(section, {}), section)
-        for group, bank in state["banks"].items():
-            _union(merged["banks"].setdefault(group, {}), bank, f"bank of group {group}")
+        for name, bank in state["banks"].items():
+            _union(merged["banks"].setdefault(name, {}), bank, f"bank {name}")
     return merged
 
 

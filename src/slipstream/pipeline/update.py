@@ -33,7 +33,7 @@ from slipstream.optim.corrections import Correction, Publication
 from slipstream.pipeline.board import PeerLost
 from slipstream.pipeline.peers import Gradients, Heard, Peers, Tally, Wait
 from slipstream.pipeline.versions import Target, Versions, sharded_as
-from slipstream.torch_private import mark_stepped
+from slipstream.torch_private import mark_stepped, run_step_hooks
 
 logger = logging.getLogger("slipstream")
 RECENT_GROUPS = 64  # how many groups back norms and skips can be asked for
@@ -73,11 +73,16 @@ class Updater:
         self.wait_for: Callable[[Wait], object] = lambda wait: wait.wait()  # how to block
         self.in_hook = False  # while `after_update` runs, inside its update
         self.timing: Callable[[int], AbstractContextManager[None]] = lambda group: contextlib.nullcontext()
+        self._copies: list[torch.cuda.Event] = []  # of the live state, under way on other streams
         self._pending: deque[_Transaction] = deque()
         self._values: dict[int, list[dict[str, Any]]] = {}  # hyperparameters by group, corrected
         self._entered: dict[int, list[dict[str, Any]]] = {}  # as they were given
         self._own_keys: set[str] = set()  # keys of parameter groups that the optimizer itself changes
         mark_stepped(optimizer)
+
+    def hold(self, copied: torch.cuda.Event) -> None:
+        """The next update writes nothing before `copied`."""
+        self._copies.append(copied)
 
     def forget(self) -> None:
         """Drop what is known of recent groups: a state was loaded, and they may come again."""
@@ -183,6 +188,8 @@ class Updater:
         return torch.stack([next(left) if counts else zero for counts in counted]).to(torch.float64).square_()
 
     def _step_and_publish(self, group: int, grads: Gradients, norm: float) -> Iterator[Wait]:
+        while self._copies:
+            self._copies.pop().wait(torch.cuda.current_stream(self.parameters[0].device))
         finite = math.isfinite(norm)
         targets = []
         for versions in self.versions:
@@ -261,7 +268,7 @@ class Updater:
         with self._hyperparameters(group):
             if isinstance(self.optimizer, InParts):
                 # Gradients and hyperparameters are taken at the first part, so the live values return at once.
-                rest = self.optimizer.step_in_parts()
+                rest = _with_hooks(self.optimizer, self.optimizer.step_in_parts())
                 first = next(rest, None)
             else:
                 with torch.no_grad():
@@ -297,6 +304,13 @@ class _Awaited:
 
     def wait(self) -> None:
         assert self.is_completed()
+
+
+def _with_hooks(optimizer: Optimizer, parts: Iterator[Wait]) -> Iterator[Wait]:
+    """A step in parts, with the hooks that torch calls before and after `step`."""
+    run_step_hooks(optimizer, before=True)
+    yield from parts
+    run_step_hooks(optimizer, before=False)
 
 
 class _Transaction:

@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from slipstream.errors import UserError
 from slipstream.lists import copy_
+from slipstream.pipeline.fsdp import sharded_modules
 from slipstream.schedule.staleness import Read, reads
 
 Prepare = Callable[[nn.Module], nn.Module | None]
@@ -49,6 +51,7 @@ class Replica:
     call: Callable[..., object]  # the module as `prepare` returned it: compiled, sharded
     parameters: list[nn.Parameter]
     weights: list[Tensor]  # the same storage, as plain local tensors
+    shards: list[FSDPModule] = field(default_factory=list)  # its parts that FSDP2 shards
     readers: set[int] = field(default_factory=set)
 
 
@@ -71,16 +74,28 @@ class Versions:
         delay: int = 1,
         bank_dtype: torch.dtype | None = None,
         prepare: Prepare | None = None,
+        ready: Sequence[nn.Module] | None = None,
     ) -> None:
+        """`ready`: the replicas themselves, laid out as the master is; else they are copies of it, each prepared before
+        the next is made, so that one that is to be sharded is never whole beside another."""
         self.module = master
         self.delay = delay
         self.synchronous = synchronous
         self.names = [name for name, p in master.named_parameters() if p.requires_grad]
         caches = _caches(master)  # here, under their own names: `prepare` may wrap layers
-        copies = [copy.deepcopy(master) for _ in range(delay + 1)]
-        self.replicas = [_replica(module, bank_dtype, prepare) for module in copies]
+        without_values = ready is not None or any(p.is_meta for p in master.parameters())
+        self.replicas = (
+            [_replica(copy.deepcopy(master), bank_dtype, prepare) for _ in range(delay + 1)]
+            if ready is None
+            else [_replica(module, None, None) for module in ready]
+        )
         self.master = _replica(master, None, prepare)
+        check_replicas(self.master, self.replicas, delay + 1, bank_dtype if ready is not None else None)
+        if without_values:
+            for replica in self.replicas:
+                copy_fixed(self.master.module, replica.module)
         self.owned = list(range(len(self.names)))  # fewer where the optimizer is sharded
+        self.partial = False  # the master holds what is owned, and nothing for the rest
         self._reading: dict[int, Replica] = {}
         self.buffers = [name for name, _ in master.named_buffers() if name not in caches]
         self._unchecked = [name for name in self.buffers if name not in _caches(master)]
@@ -129,18 +144,97 @@ class Versions:
         """The replica of each group that has its weights and is not finished."""
         return dict(self._reading)
 
-    def restore(self, banks: dict[int, list[Tensor]]) -> None:
-        """Take saved banks, by the group that reads them; groups that share a list share a replica."""
+    def apart(self, boundary: int) -> dict[int, Replica]:
+        """A replica for each group from `boundary` on, shared with no other; what is not published yet has one too.
+
+        Only at rest: a group in flight must not change its replica.
+        """
+        found: dict[int, Replica] = {}
+        for group in range(boundary, boundary + self.delay + 1):
+            replica = self._reading.get(group)
+            if replica is None or any(replica is taken for taken in found.values()):
+                free = next(
+                    r
+                    for r in self.replicas
+                    if not r.readers and not any(r is taken for taken in found.values())
+                )
+                if replica is not None:
+                    copy_(free.weights, replica.weights)
+                    replica.readers.discard(group)
+                    free.readers.add(group)
+                    self._reading[group] = free
+                replica = free
+            found[group] = replica
+        return found
+
+    def restore(self, banks: dict[int, dict[int, Tensor]]) -> None:
+        """Take saved banks (parameter -> tensor), by the group that reads them; groups that share one share a replica.
+
+        A bank may be a replica's own memory, loaded in place: it stays where it is.
+        """
         for replica in self.replicas:
             replica.readers.clear()
         self._reading = {}
         holders: dict[int, Replica] = {}
-        for group, weights in banks.items():
-            replica = holders.get(id(weights)) or next(r for r in self.replicas if not r.readers)
-            holders[id(weights)] = replica
+        for bank in {id(bank): bank for bank in banks.values()}.values():
+            own = next((r for r in self.replicas if _same_memory(r.weights, bank)), None)
+            if own is not None:
+                holders[id(bank)] = own
+        for group, bank in banks.items():
+            if id(bank) not in holders:
+                taken = list(holders.values())
+                holders[id(bank)] = next(r for r in self.replicas if not any(r is held for held in taken))
+            replica = holders[id(bank)]
             replica.readers.add(group)
             self._reading[group] = replica
-            copy_(replica.weights, weights)
+            copy_([replica.weights[i] for i in bank], list(bank.values()))
+
+
+def _same_memory(weights: Sequence[Tensor], bank: dict[int, Tensor]) -> bool:
+    pairs = [(weights[i], tensor) for i, tensor in bank.items() if tensor.numel()]
+    return bool(pairs) and all(own.data_ptr() == tensor.data_ptr() for own, tensor in pairs)
+
+
+def check_replicas(
+    master: Replica, replicas: Sequence[Replica], count: int, dtype: torch.dtype | None
+) -> None:
+    """Everything has values, and every replica is laid out as the master."""
+    if len(replicas) != count:
+        raise UserError(f"There are {len(replicas)} ready replicas; the delay calls for {count}.")
+    for replica in (master, *replicas):
+        for name, parameter in replica.module.named_parameters():
+            if parameter.is_meta:
+                raise UserError(
+                    f"'{name}' is on the meta device still: it has no values. Let prepare shard the module, then "
+                    "call to_empty and initialise it."
+                )
+    names = [name for name, p in master.module.named_parameters() if p.requires_grad]
+    for replica in replicas:
+        if [name for name, p in replica.module.named_parameters() if p.requires_grad] != names:
+            raise UserError("A ready replica has other trainable parameters than the master.")
+        for name, own, other in zip(names, master.parameters, replica.parameters, strict=True):
+            if _laid_out(own) != _laid_out(other):
+                raise UserError(
+                    f"'{name}' is {_laid_out(own)} in the master and {_laid_out(other)} in a replica. Lay them out "
+                    "alike."
+                )
+            if dtype is not None and other.dtype != dtype:
+                raise UserError(f"'{name}' is {other.dtype} in a ready replica, and bank_dtype is {dtype}.")
+
+
+def _laid_out(tensor: Tensor) -> tuple[object, ...]:
+    shape = tuple(tensor.shape)
+    return (shape, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (shape,)
+
+
+@torch.no_grad()
+def copy_fixed(master: nn.Module, replica: nn.Module) -> None:
+    """Give a replica that was made without values what no update will give it: frozen parameters and buffers."""
+    for own, other in zip(master.parameters(), replica.parameters(), strict=True):
+        if not own.requires_grad:
+            local(other).copy_(local(own))
+    for own, other in zip(master.buffers(), replica.buffers(), strict=True):
+        local(other).copy_(local(own))
 
 
 def _caches(module: nn.Module) -> set[str]:
@@ -167,7 +261,7 @@ def _replica(module: nn.Module, bank_dtype: torch.dtype | None, prepare: Prepare
                 parameter.data = parameter.data.to(bank_dtype)
     call = _prepared(module, prepare)
     parameters = _trainable(module)
-    return Replica(module, call, parameters, [local(p) for p in parameters])
+    return Replica(module, call, parameters, [local(p) for p in parameters], sharded_modules(module))
 
 
 @contextlib.contextmanager

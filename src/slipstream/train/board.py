@@ -8,13 +8,17 @@ training loop. Built on the key-value store the process group already has; one p
 from __future__ import annotations
 
 import json
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from slipstream.errors import StageError
 
+BEAT_SECONDS = 2.0
 KEPT_STEPS = 256  # a posted value is removed this many posts later: every rank has read it by then
 
 
@@ -25,8 +29,8 @@ class Board(Protocol):
         """The values, or None while one of them is missing."""
         ...
 
-    def wait(self, *keys: str) -> list[Any]:
-        """The values, waiting for them."""
+    def wait(self, *keys: str, beat: str | None = None) -> list[Any]:
+        """The values, waiting for them: as long as a `beating` of `beat` goes on, then for the timeout."""
         ...
 
     def remove(self, key: str) -> None: ...
@@ -34,6 +38,27 @@ class Board(Protocol):
     def under(self, name: str) -> Board:
         """A board of its own: what was posted elsewhere is not on it."""
         ...
+
+
+@contextmanager
+def beating(board: Board, key: str, every_seconds: float = BEAT_SECONDS) -> Iterator[None]:
+    """Inside, something may take long: others who wait with `beat=key` see that it is still being done."""
+    done = threading.Event()
+
+    def beat() -> None:
+        count = 0
+        while not done.is_set():
+            count += 1
+            board.post(key, count)
+            done.wait(every_seconds)
+
+    thread = threading.Thread(target=beat, name=f"beating-{key}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 class LocalBoard:
@@ -48,7 +73,7 @@ class LocalBoard:
     def read(self, *keys: str) -> list[Any] | None:
         return [self._values[key] for key in keys] if all(key in self._values for key in keys) else None
 
-    def wait(self, *keys: str) -> list[Any]:
+    def wait(self, *keys: str, beat: str | None = None) -> list[Any]:
         found = self.read(*keys)
         assert found is not None, f"{keys} were never posted"
         return found
@@ -78,12 +103,14 @@ class SharedBoard:
             return None
         return [json.loads(self._own[key] if key in self._own else self._store.get(key)) for key in keys]
 
-    def wait(self, *keys: str) -> list[Any]:
+    def wait(self, *keys: str, beat: str | None = None) -> list[Any]:
         # Polled, not `store.wait`: a blocking call would hold the connection that the checkpoint thread
         # and the engine also use.
         deadline = time.monotonic() + self._timeout
-        pause = 0.0005
+        pause, heard = 0.0005, None
         while (found := self.read(*keys)) is None:
+            if beat is not None and (now := self.read(beat)) != heard:
+                heard, deadline = now, time.monotonic() + self._timeout
             if time.monotonic() > deadline:
                 raise StageError(f"No rank posted {', '.join(keys)} within {self._timeout:g} s.")
             time.sleep(pause)

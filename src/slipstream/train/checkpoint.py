@@ -18,6 +18,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from slipstream.train.state import Digest, digest, read_piece, sync
 
 FORMAT = "slipstream-checkpoint"
 VERSION = 1
+HASHING_THREADS = 8
 _NAME = re.compile(r"step-(\d+)")
 _PIECE = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -161,8 +163,13 @@ def verify(path: Path) -> Manifest:
             raise CheckpointError(
                 f"'{file}' is truncated or padded: {size} bytes instead of {expected.bytes}."
             )
-        if digest(file) != expected:
-            raise CheckpointError(f"'{file}' is corrupted: its SHA-256 differs from the manifest's.")
+    with ThreadPoolExecutor(HASHING_THREADS) as threads:  # hashing lets other threads run
+        digests = threads.map(digest, [path / name for name in found.files])
+        for (name, expected), seen in zip(found.files.items(), digests, strict=True):
+            if seen != expected:
+                raise CheckpointError(
+                    f"'{path / name}' is corrupted: its SHA-256 differs from the manifest's."
+                )
     return found
 
 

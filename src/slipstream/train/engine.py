@@ -63,7 +63,11 @@ class Engine(Protocol):
         ...
 
     def capture(self) -> dict[str, Any]:
-        """The state at the boundary just reached: live tensors, good until the next step (`snapshot` to keep)."""
+        """The state at the boundary just reached: live tensors, good until the next step (`Copier` to keep)."""
+        ...
+
+    def hold(self, copied: torch.cuda.Event) -> None:
+        """Live tensors are being copied until then: later updates wait, on the device, before they write."""
         ...
 
     def load(self, state: dict[str, Any]) -> None: ...
@@ -134,6 +138,9 @@ class Emulated:
 
     def capture(self) -> dict[str, Any]:
         return self._emulator.capture()
+
+    def hold(self, copied: torch.cuda.Event) -> None:
+        self._emulator.hold(copied)
 
     def load(self, state: dict[str, Any]) -> None:
         self._emulator.load_state_dict(state)

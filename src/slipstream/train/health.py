@@ -101,11 +101,11 @@ def fingerprint(state: Mapping[str, Any], tied: Iterable[str]) -> dict[str, str]
     tied = set(tied)
     found = {"master": checksum(state["master"].values())}
     for reader, bank in state["banks"].items():
-        found[f"bank of group {reader}"] = checksum(bank.values())
+        found[f"{reader} bank"] = checksum(bank.values())
     for name in tied & state["master"].keys():
         found[f"tied/{name}/master"] = checksum([state["master"][name]])
         for reader, bank in state["banks"].items():
-            found[f"tied/{name}/bank of group {reader}"] = checksum([bank[name]])
+            found[f"tied/{name}/{reader} bank"] = checksum([bank[name]])
     return found
 
 

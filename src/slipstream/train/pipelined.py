@@ -65,12 +65,12 @@ class Pipelined:
 
     def step(self, batch: Batch) -> list[Tensor]:
         losses: list[Tensor] = []
-        self._schedule.step(*self._inputs(batch), **self._targets(batch, losses))
+        self._schedule.step(*self._inputs(batch), **self._targets(batch, losses), return_outputs=False)
         return losses
 
     def evaluate(self, batch: Batch) -> list[Tensor]:
         losses: list[Tensor] = []
-        self._schedule.eval(*self._inputs(batch), **self._targets(batch, losses))
+        self._schedule.eval(*self._inputs(batch), **self._targets(batch, losses), return_outputs=False)
         return losses
 
     def _inputs(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -87,6 +87,9 @@ class Pipelined:
 
     def capture(self) -> dict[str, Any]:
         return self._schedule.capture()
+
+    def hold(self, copied: torch.cuda.Event) -> None:
+        self._schedule.hold(copied)
 
     def load(self, state: dict[str, Any]) -> None:
         self._schedule.load_state_dict(state)

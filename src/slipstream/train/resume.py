@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import Config, from_tree
-from slipstream.pipeline.state import merge_states
+from slipstream.pipeline.state import bank_name, merge_states, upgraded
 from slipstream.schedule.staleness import reads
 from slipstream.train import checkpoint
 from slipstream.train.build import flushed
@@ -22,7 +22,7 @@ def load_into(engine: Engine, path: Path, config: Config) -> None:
     """Put the checkpoint at `path` into this rank's engine."""
     manifest = checkpoint.manifest(path)
     stored = from_tree(manifest.meta["config"])
-    state = merge_states(checkpoint.read(path, manifest, engine.names.__contains__))
+    state = upgraded(merge_states(checkpoint.read(path, manifest, engine.names.__contains__)))
     state = adapt_optimizer(state, stored, config, engine)
     engine.load(adapt_banks(state, stored, config))
 
@@ -42,9 +42,10 @@ def adapt_banks(state: dict[str, Any], stored: Config, config: Config) -> dict[s
         if read.index > group:
             continue  # published later
         same = before == after and read == reads(reader, flushed(stored), late)
-        kept = state["banks"].get(str(reader)) if same else None
-        banks[str(reader)] = state["master"] if kept is None else kept
-    return state | {"banks": banks}
+        name = bank_name(reader - group)
+        kept = state["banks"].get(name) if same else None
+        banks[name] = state["master"] if kept is None else kept
+    return state | {"banks": banks, "published": dict.fromkeys(banks, True)}
 
 
 def adapt_optimizer(state: dict[str, Any], stored: Config, config: Config, engine: Engine) -> dict[str, Any]:

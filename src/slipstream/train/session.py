@@ -29,7 +29,7 @@ from slipstream.errors import StageError, UserError
 from slipstream.train import build, checkpoint, closing
 from slipstream.train import folder as folders
 from slipstream.train.assemble import assemble, seat_of
-from slipstream.train.board import Board, LocalBoard, SharedBoard
+from slipstream.train.board import Board, LocalBoard, SharedBoard, beating
 from slipstream.train.folder import Plan
 from slipstream.train.reporter import Seat
 from slipstream.train.stopping import stop_signals
@@ -153,7 +153,8 @@ def _agree_on_plan(config: Config, seat: Seat, data: Path, board: Board, rolled:
             train_data, _ = build.datasets(config, data)
             if rolled is not None:
                 checkpoint.forget_from(folders.checkpoints(folder), rolled.failed_at)
-            plan = folders.plan(folder, config, train_data.fingerprint())
+            with beating(board, "planning"):  # a large checkpoint takes its time to verify
+                plan = folders.plan(folder, config, train_data.fingerprint())
             if rolled is not None:
                 note = (
                     f"Rolled back to step {plan.step} because of step {rolled.failed_at}; the data groups up to "
@@ -166,7 +167,7 @@ def _agree_on_plan(config: Config, seat: Seat, data: Path, board: Board, rolled:
             board.post("plan", {"error": str(error)})
             raise
         board.post("plan", dataclasses.asdict(plan))
-    (answer,) = board.wait("plan")
+    (answer,) = board.wait("plan", beat="planning")
     if "error" in answer:
         raise UserError(answer["error"])
     return Plan(**answer)

@@ -69,14 +69,48 @@ def unflatten(node: Any, tensors: Callable[[str], torch.Tensor | None]) -> Any:
     return {key: value for key, value in children.items() if value is not None or node[key] is None}
 
 
-def snapshot(tree: Any) -> Any:
-    """A copy of a tree on the host that later updates cannot touch."""
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of a tree on the host; from a device it is on its way until `copied`."""
+
+    tree: Any
+    copied: torch.cuda.Event | None = None
+
+    def complete(self) -> Any:
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.tree
+
+
+class Copier:
+    """Copies live trees to the host: from a GPU beside the computation, on a stream of its own, into pinned memory.
+
+    The tensors must not be written before `Snapshot.copied`; the engine's `hold` sees to that on the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, tree: Any) -> Snapshot:
+        if self._stream is None:
+            return Snapshot(_copied(tree))
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            found = _copied(tree)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return Snapshot(found, event)
+
+
+def _copied(tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
-        return tree.detach().to("cpu", copy=True).contiguous()
+        tensor = tree.detach()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return host.copy_(tensor, non_blocking=tensor.is_cuda)
     if isinstance(tree, dict):
-        return {key: snapshot(value) for key, value in tree.items()}
+        return {key: _copied(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return [snapshot(value) for value in tree]
+        return [_copied(value) for value in tree]
     return tree
 
 

@@ -29,13 +29,13 @@ from torch.distributed.pipelining import (
 
 from slipstream.config import Config
 from slipstream.distributed import World
-from slipstream.distributed.groups import Groups
 from slipstream.models.sizes import ModelConfig
 from slipstream.optim.corrections import build_correction
 from slipstream.pipeline import state as states
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.mesh import Mesh
 from slipstream.pipeline.peers import Alone
+from slipstream.pipeline.placement import grid_of, place
 from slipstream.pipeline.torch_trace import TorchTrace
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import Replica, Versions
@@ -81,12 +81,11 @@ class Synchronous:
         if world.size == 1:
             peers: Alone | Mesh = Alone(len(names), list(ties.values()))
         else:
-            seconds = config.train.timeout_seconds
-            self._groups = Groups.meet(group, data_group, device, seconds)
+            by_name = dict(zip(names, parameters, strict=True))
+            grid = grid_of(by_name, None, data_group)
             peers = Mesh(
-                parameters, ties, stage=rank, stages=pipeline.stages, group=group, data_group=data_group,
-                groups=self._groups, sharded=False, presharded=False,
-                timeout_seconds=seconds,
+                parameters, ties, place(modules, by_name, grid), grid, stage=rank, stages=pipeline.stages, group=group,
+                data_group=data_group, device=device, timeout_seconds=config.train.timeout_seconds,
             )  # fmt: skip
         self.optimizer = build.optimizer_factory(config)(nn.ModuleList(modules))
         self._updater = Updater(
@@ -204,9 +203,14 @@ class Synchronous:
     def capture(self) -> dict[str, Any]:
         return states.capture(self._updater) | {"banks": {}}  # the banks are the master
 
+    def hold(self, copied: torch.cuda.Event) -> None:
+        self._updater.hold(copied)
+
     def load(self, state: dict[str, Any]) -> None:
         group = state["group"]
-        states.restore(self._updater, state | {"banks": {str(group): state["master"]}})
+        states.restore(
+            self._updater, state | {"banks": {states.bank_name(0): state["master"]}, "published": {}}
+        )
         self._group = group
 
     def trace(self, on: bool) -> None:

@@ -28,7 +28,7 @@ from slipstream.train.board import Board
 from slipstream.train.engine import Engine
 from slipstream.train.evaluate import validate
 from slipstream.train.reporter import Reporter, Seat
-from slipstream.train.state import snapshot
+from slipstream.train.state import Copier
 from slipstream.train.timeline import Tracing, recorded_from
 from slipstream.train.writer import Writer
 
@@ -137,6 +137,7 @@ class _Saver:
         self._parts = parts
         self._meta = parts.meta | {"data_offset": data_offset}
         self._saved = step
+        self._copier = Copier(parts.device)
         self._hashed: list[int] = []
 
     def after_update(self, group: int) -> None:
@@ -156,8 +157,10 @@ class _Saver:
             return
         self._saved = step
         if self._parts.seat.data_rank == 0 or self._parts.config.pipeline.shard_optimizer:
-            state = snapshot(self._parts.engine.capture())
-            self._parts.writer.submit(step, state, self._meta, self._parts.reporter.poll)
+            snapshot = self._copier.copy(self._parts.engine.capture())
+            if snapshot.copied is not None:
+                self._parts.engine.hold(snapshot.copied)
+            self._parts.writer.submit(step, snapshot, self._meta, self._parts.reporter.poll)
 
     def check_hashes(self, *, finish: bool = False) -> None:
         """The leader compares what all ranks posted, when they have; a difference ends the run by name."""

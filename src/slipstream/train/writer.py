@@ -21,7 +21,7 @@ from typing import Any
 
 from slipstream.errors import CheckpointError
 from slipstream.train import checkpoint
-from slipstream.train.state import Digest, digest, sync, write_piece
+from slipstream.train.state import Digest, Snapshot, digest, sync, write_piece
 
 POLL_SECONDS = 0.02
 CLOSING_SECONDS = 1.0
@@ -57,7 +57,7 @@ class Writer:
     def submit(
         self,
         step: int,
-        tree: dict[str, Any],
+        tree: Snapshot | dict[str, Any],
         meta: dict[str, Any],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
@@ -117,7 +117,8 @@ class Writer:
                 text = f"Checkpoint of step {step} failed: {error} Earlier checkpoints are untouched."
                 self.failed(step, text)
 
-    def _save(self, step: int, tree: dict[str, Any], meta: dict[str, Any]) -> None:
+    def _save(self, step: int, given: Snapshot | dict[str, Any], meta: dict[str, Any]) -> None:
+        tree: dict[str, Any] = given.complete() if isinstance(given, Snapshot) else given
         draft = checkpoint.draft_of(self.root, step, self.nonce)
         try:
             draft.mkdir(parents=True, exist_ok=True)

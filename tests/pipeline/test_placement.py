@@ -1,0 +1,106 @@
+"""Parameters laid out by torch in any way: the numbers of one process, or a refusal by name."""
+
+import pytest
+import torch
+
+from pipeline import tiny
+from pipeline.citizen_jobs import M, optimizer
+from slipstream import Emulator
+from slipstream.distributed import RankPool
+
+ROWS = 16
+
+
+def alone(name="adamw", groups=8, dtype=torch.float32, evaluations=()):
+    """What one process makes of the same groups."""
+    emulator = Emulator(
+        tiny.Model(dtype=dtype), M, tiny.loss_fn, lambda m: optimizer(name, m), max_grad_norm=0.3
+    )
+    losses, evaluated = [], []
+    for group in range(groups):
+        losses += [loss.item() for loss in emulator.step(*tiny.batch(group, rows=ROWS))]
+        if group in evaluations:
+            evaluated.append([loss.item() for loss in emulator.eval(*tiny.batch(999))])
+    weights = {n: p.detach().clone() for n, p in emulator.master.named_parameters()}
+    return {"losses": losses, "weights": weights, "norms": dict(emulator.grad_norms), "evaluated": evaluated}
+
+
+def assert_close(results, expected, bound=1e-6):
+    """Every rank's weights, the norms on every rank, and the mean of the losses over the ranks that have them."""
+    for result in results:
+        assert result["norms"] == pytest.approx(expected["norms"], rel=bound)
+        for name, weight in result["weights"].items():
+            error = (weight - expected["weights"][name]).norm() / expected["weights"][name].norm()
+            assert error < bound, (name, error)
+    with_losses = [result["losses"] for result in results if result["losses"]]
+    means = [sum(several) / len(several) for several in zip(*with_losses, strict=True)]
+    assert means == pytest.approx(expected["losses"], rel=bound)
+
+
+@pytest.mark.parametrize(
+    ("layout", "stages", "ranks"),
+    [
+        ("fsdp", 2, 4),
+        ("hsdp", 1, 4),
+        ("replicated fsdp", 1, 4),
+        ("tp", 2, 4),
+        ("tp x dp", 1, 4),
+        ("fsdp x tp", 1, 4),
+        ("sequence", 2, 4),
+        ("fsdp x sequence", 1, 4),
+        ("layers", 2, 4),
+        ("dp", 2, 4),
+    ],
+)
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_layout_of_torch_gives_the_numbers_of_one_process(pool, layout, stages, ranks, name):
+    results = pool.run("pipeline.citizen_jobs:train", layout, stages, name, ranks=ranks)
+    assert_close(results, alone(name))
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "root", "kept", "layers"])
+def test_evaluations_see_the_newest_weights(pool, layout):
+    """A master that FSDP2 left whole after its first evaluation was evaluated again and again."""
+    results = pool.run("pipeline.citizen_jobs:train", layout, 2, evaluations=(1, 4, 7), ranks=4)
+    expected = alone(evaluations=(1, 4, 7))
+    assert len({tuple(found) for found in expected["evaluated"]}) == 3
+    for result in results:
+        for found, right in zip(result["evaluated"], expected["evaluated"], strict=True):
+            assert not found or found == pytest.approx(right, rel=1e-6)
+    assert_close(results, expected)
+
+
+def test_weights_are_gathered_once_per_update(pool):
+    """Four layers and eight microbatches made 32 all-gathers per update; torch's 1F1B makes 4."""
+    for counts, _ in pool.run("pipeline.citizen_jobs:gathers", ranks=2):
+        assert counts[2:] == [4] * (len(counts) - 2)
+
+
+@pytest.fixture(scope="module")
+def eight():
+    with RankPool(8) as ranks:
+        yield ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [("tp", 4), ("hsdp", 8), ("fsdp x tp", 8), ("tp x dp", 8), ("replicated fsdp", 8)]
+)
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_thirty_updates_on_two_stages(eight, layout, ranks, name):
+    """In double precision, where thirty updates do not add up what is lost in rounding."""
+    results = eight.run(
+        "pipeline.citizen_jobs:train", layout, 2, name, 30, dtype=torch.float64, ranks=ranks, timeout=600
+    )
+    assert_close(results, alone(name, 30, torch.float64))
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_stages_that_have_no_values_before_they_are_sharded(pool, ready):
+    """No rank ever holds the whole stage, let alone three of them."""
+    emulator = Emulator(tiny.Model(tied=False), M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.3)
+    for group in range(5):
+        emulator.step(*tiny.batch(group, rows=ROWS))
+    for found in pool.run("pipeline.citizen_jobs:from_meta", ready, ranks=2):
+        for name, weight in emulator.master.named_parameters():
+            assert (found[name] - weight).norm() / weight.norm() < 1e-6, name
