@@ -47,6 +47,7 @@ from slipstream.pipeline.transport import Spec, spec_of
 from slipstream.pipeline.update import Updater, check_covers, no_optimizer
 from slipstream.pipeline.versions import Prepare, Replica, Versions, check_layers, evaluating, split_shared
 from slipstream.schedule.actions import Kind
+from slipstream.schedule.cutover import Cutover
 from slipstream.schedule.timeline import Span
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
@@ -96,7 +97,8 @@ class Schedule2BW:
         module = self._stage.module
         check_layers(module)
         ties = named_ties(tied, split_shared(module), module, self._stage.index)
-        self._versions = Versions(module, self._synchronous, bank_dtype=bank_dtype, prepare=prepare)
+        all_old = Cutover(n_microbatches, n_microbatches, self._synchronous)
+        self._versions = Versions(module, all_old, bank_dtype=bank_dtype, prepare=prepare)
         parameters = self._versions.master.parameters
         presharded = any(isinstance(p, DTensor) for p in parameters)
         check_sharding(presharded, shard_optimizer, data_group)
@@ -211,7 +213,7 @@ class Schedule2BW:
         replica = self._versions.replica(group)
         more = index + 1 < self.n_microbatches
         inputs = list(args) if self._stage.first else self._links.receive_activations(group, index, more)
-        with self._trace.action(Kind.FORWARD, group, index, self._versions.reads(group).index):
+        with self._trace.action(Kind.FORWARD, group, index, self._versions.reads(group, index).index):
             output = self._stage.route.run(replica.call, inputs, kwargs)
             loss = self._loss(output, target) if self._stage.last else None
         outputs = [loss] if loss is not None else as_message(output)
@@ -240,7 +242,7 @@ class Schedule2BW:
         else:
             roots = [output for output in outputs if output.requires_grad]
             grads = self._links.receive_gradients(group, index)
-        with self._trace.action(Kind.BACKWARD, group, index, self._versions.reads(group).index):
+        with self._trace.action(Kind.BACKWARD, group, index, self._versions.reads(group, index).index):
             self._gradient_sync(replica, last=index + 1 == self.n_microbatches)
             if roots:
                 torch.autograd.backward(roots, grads)
@@ -260,7 +262,7 @@ class Schedule2BW:
     def _await_bank(self, group: int) -> None:
         """The group's weights come from update index - 1, which must be done, gathers and all."""
         try:
-            self._updater.finish(self._versions.reads(group).index - 1)
+            self._updater.finish(self._versions.reads(group, 0).index - 1)
         except PeerLost as error:
             lost = self._links.closed_neighbour()
             if lost is None:

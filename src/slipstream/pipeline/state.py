@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from slipstream.errors import CheckpointError, UserError
 from slipstream.lists import copy_
 from slipstream.pipeline.update import Updater
-from slipstream.pipeline.versions import Versions, local, sharded_as
+from slipstream.pipeline.versions import Part, Versions, local, sharded_as
 
 FORMAT = 1
 State = dict[str, Any]
@@ -87,25 +87,26 @@ def restore(updater: Updater, state: State) -> None:
     updater.forget()
 
 
-def _banks(versions: Versions, state: State) -> dict[int, list[Tensor]]:
-    """What each group reads whose weights exist at this boundary, by the rule as it is now.
+def _banks(versions: Versions, state: State) -> dict[Part, list[Tensor]]:
+    """What each part of a group reads whose weights exist at this boundary, by the rule as it is now.
 
-    Where `synchronous` or the delay is not what it was when the state was saved, a bank that was never published is
-    the master, as after a flush.
+    Where `synchronous`, the cutover or the delay is not what it was when the state was saved, a bank that was never
+    published is the master, as after a flush.
     """
     boundary = state["group"]
-    banks: dict[int, list[Tensor]] = {}
+    banks: dict[Part, list[Tensor]] = {}
     shared: dict[tuple, list[Tensor]] = {}
     for group in range(boundary, boundary + versions.delay + 1):
-        read, bank = versions.reads(group), state["banks"].get(str(group))
-        if read.index > boundary:
-            continue  # published later
-        if bank is None or read.kind == "master":
-            bank = state["master"]
-        _require(versions.names, bank, f"bank of group {group}")
-        tensors = [_fit(versions, bank, i) for i in range(len(versions.names))]
-        # Groups that read the same tensors share a replica.
-        banks[group] = shared.setdefault(tuple(t.data_ptr() for t in tensors), tensors)
+        for part, read in versions.parts(group):
+            bank = state["banks"].get(str(group))
+            if read.index > boundary:
+                continue  # published later
+            if bank is None or (read.kind == "master" and read.index == boundary):
+                bank = state["master"]
+            _require(versions.names, bank, f"bank of group {group}")
+            tensors = [_fit(versions, bank, i) for i in range(len(versions.names))]
+            # Parts that read the same tensors share a replica.
+            banks[part] = shared.setdefault(tuple(t.data_ptr() for t in tensors), tensors)
     return banks
 
 

@@ -1,10 +1,11 @@
-"""Two replicas and a master: which weights each group reads, and where the next bank is written.
+"""Replicas and a master: which weights each microbatch reads, and where the next ones are written.
 
 The master is the user's module; the optimizer owns it and no forward of training ever reads it. Replicas are
 real copies of the module, so that a forward and its backward see one set of tensors and nothing is swapped under
-autograd. Group g reads what `schedule.staleness.reads` says: z_g through a replica that holds a copy of the
+autograd. A microbatch reads what `schedule.staleness.reads` says: z_g through a replica that holds a copy of the
 master, or a bank. Invariant: a replica is written only when every group that reads it has finished its last
-backward, so `delay + 1` replicas are enough.
+backward, so `delay + 1` replicas are enough, and one more where a group has an old part and a fresh one and banks are
+not the master (b_{g-1}, z_g and b_g are then alive at once).
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from slipstream.errors import UserError
 from slipstream.lists import copy_
+from slipstream.schedule.cutover import Cutover
 from slipstream.schedule.staleness import Read, reads
 
 Prepare = Callable[[nn.Module], nn.Module | None]
-Synchronous = Callable[[int], bool]
+Part = tuple[
+    int, bool
+]  # of a group: its number, and whether it is the fresh part (z_g) or the old one (a bank)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -43,13 +47,13 @@ def sharded_as(parameter: Tensor, part: Tensor) -> Tensor:
 
 @dataclass
 class Replica:
-    """A module whose weights are a bank (or the master), and the groups that still read it."""
+    """A module whose weights are a bank (or the master), and the parts of groups that still read it."""
 
     module: nn.Module
     call: Callable[..., object]  # the module as `prepare` returned it: compiled, sharded
     parameters: list[nn.Parameter]
     weights: list[Tensor]  # the same storage, as plain local tensors
-    readers: set[int] = field(default_factory=set)
+    readers: set[Part] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -61,27 +65,33 @@ class Target:
 
 
 class Versions:
-    """The weights of one stage: `master`, and a replica for each group that is under way."""
+    """The weights of one stage: `master`, and a replica for each part of a group that is under way.
+
+    `looks_ahead`: the correction writes something else than the master into a bank.
+    """
 
     def __init__(
         self,
         master: nn.Module,
-        synchronous: Synchronous,
+        cutover: Cutover,
         *,
         delay: int = 1,
+        looks_ahead: bool = True,
         bank_dtype: torch.dtype | None = None,
         prepare: Prepare | None = None,
     ) -> None:
         self.module = master
         self.delay = delay
-        self.synchronous = synchronous
+        self.cutover = cutover
+        self._one_kind = cutover.mixed and not looks_ahead  # a bank is the master: they share a replica
         self.names = [name for name, p in master.named_parameters() if p.requires_grad]
         caches = _caches(master)  # here, under their own names: `prepare` may wrap layers
-        copies = [copy.deepcopy(master) for _ in range(delay + 1)]
+        count = delay + 2 if cutover.mixed and looks_ahead else delay + 1
+        copies = [copy.deepcopy(master) for _ in range(count)]
         self.replicas = [_replica(module, bank_dtype, prepare) for module in copies]
         self.master = _replica(master, None, prepare)
         self.owned = list(range(len(self.names)))  # fewer where the optimizer is sharded
-        self._reading: dict[int, Replica] = {}
+        self._reading: dict[Part, Replica] = {}
         self.buffers = [name for name, _ in master.named_buffers() if name not in caches]
         self._unchecked = [name for name in self.buffers if name not in _caches(master)]
         self.targets(0)
@@ -92,55 +102,72 @@ class Versions:
         for replica in self.replicas:
             copy_(replica.weights, self.master.weights)
 
-    def reads(self, group: int) -> Read:
-        """What `group` reads: the master or the bank of an index."""
-        return reads(group, self.synchronous, self.delay)
+    def reads(self, group: int, microbatch: int) -> Read:
+        """What a microbatch reads: the master or the bank of an index."""
+        return reads(group, microbatch, self.cutover, self.delay)
 
-    def replica(self, group: int) -> Replica:
-        """The replica that `group` reads; it has been published."""
-        return self._reading[group]
+    def parts(self, group: int) -> list[tuple[Part, Read]]:
+        """The parts of a group that have a microbatch, and what each reads; banks that are the master go as it."""
+        old, count = self.cutover(group), self.cutover.microbatches
+        firsts = [
+            (fresh, first) for fresh, first, end in ((False, 0, old), (True, old, count)) if first < end
+        ]
+        return [((group, fresh), self._kind(self.reads(group, first))) for fresh, first in firsts]
+
+    def _kind(self, read: Read) -> Read:
+        # b_0 is z_0, so the readers of both share a replica.
+        return Read("master", read.index) if read.index == 0 or self._one_kind else read
+
+    def replica(self, group: int, microbatch: int = 0) -> Replica:
+        """The replica that a microbatch of `group` reads; it has been published."""
+        return self._reading[group, microbatch >= self.cutover(group)]
 
     def release(self, group: int) -> None:
-        """The last backward of `group` is done: nothing of it reads its replica any more."""
-        replica = self._reading.pop(group)
-        replica.readers.discard(group)
-        refuse_changed_buffers(self._unchecked, self.module, replica.module)
+        """The last backward of `group` is done: nothing of it reads its replicas any more."""
+        for part in ((group, False), (group, True)):
+            replica = self._reading.pop(part, None)
+            if replica is not None:
+                replica.readers.discard(part)
+                refuse_changed_buffers(self._unchecked, self.module, replica.module)
         self._unchecked = []  # the first group tells
 
     def targets(self, index: int) -> list[Target]:
         """Where z_index and b_index go, and note their readers. Called once for each index, in order."""
-        wanted: dict[Read, list[int]] = {}
-        last = index + self.delay
-        for group in range(index, last + 1):
-            read = self.reads(group)
-            if read.index == index:
-                # b_0 is z_0, so the readers of both share a replica.
-                wanted.setdefault(Read("master", 0) if index == 0 else read, []).append(group)
-        found = []
-        for read, groups in wanted.items():
-            replica = next(r for r in self.replicas if not r.readers)
-            replica.readers.update(groups)
-            for group in groups:
-                self._reading[group] = replica
-            found.append(Target(replica, read))
-        return found
+        wanted: dict[Read, list[Part]] = {}
+        for group in range(index, index + self.delay + 1):
+            for part, read in self.parts(group):
+                if read.index == index:
+                    wanted.setdefault(read, []).append(part)
+        return [self._assign(read, parts) for read, parts in wanted.items()]
+
+    def _assign(self, read: Read, parts: Sequence[Part]) -> Target:
+        # Banks from the front and masters from the back: each kind keeps its replicas, and what is recorded of them.
+        order = self.replicas if read.kind == "bank" else reversed(self.replicas)
+        replica = next(r for r in order if not r.readers)
+        replica.readers.update(parts)
+        for part in parts:
+            self._reading[part] = replica
+        return Target(replica, read)
 
     def banks(self) -> dict[int, Replica]:
-        """The replica of each group that has its weights and is not finished."""
-        return dict(self._reading)
+        """The replica of each group that has its weights and is not finished; of two parts the old one's.
 
-    def restore(self, banks: dict[int, list[Tensor]]) -> None:
-        """Take saved banks, by the group that reads them; groups that share a list share a replica."""
+        What the fresh part of such a group reads is the master.
+        """
+        found = {group: replica for (group, fresh), replica in self._reading.items() if fresh}
+        return found | {group: replica for (group, fresh), replica in self._reading.items() if not fresh}
+
+    def restore(self, weights: dict[Part, list[Tensor]]) -> None:
+        """Take saved weights, by the part that reads them; parts that share a list share a replica."""
         for replica in self.replicas:
             replica.readers.clear()
         self._reading = {}
-        holders: dict[int, Replica] = {}
-        for group, weights in banks.items():
-            replica = holders.get(id(weights)) or next(r for r in self.replicas if not r.readers)
-            holders[id(weights)] = replica
-            replica.readers.add(group)
-            self._reading[group] = replica
-            copy_(replica.weights, weights)
+        shared: dict[int, list[Part]] = {}
+        for part, tensors in weights.items():
+            shared.setdefault(id(tensors), []).append(part)
+        for parts in shared.values():
+            kind = "master" if all(fresh for _, fresh in parts) else "bank"
+            copy_(self._assign(Read(kind, 0), parts).replica.weights, weights[parts[0]])
 
 
 def _caches(module: nn.Module) -> set[str]:

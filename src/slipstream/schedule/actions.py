@@ -70,6 +70,7 @@ class Schedule:
     chunks: int = 1
     weights: Weights = Weights.NEWEST
     synchronous: bool = True  # every group ends at a barrier
+    cutover: int | None = None  # of 2BW: how many microbatches of a group read the bank; None: all
 
     @property
     def model_stages(self) -> int:
@@ -79,6 +80,10 @@ class Schedule:
     def shared_update(self) -> bool:
         """Whether all stages publish version g+1 together (a barrier, or the global norm of 2BW)."""
         return self.synchronous or self.weights is Weights.BANKS
+
+    def old_part(self, group: int) -> int:
+        """How many microbatches of `group` read the bank."""
+        return self.microbatches if self.cutover is None else self.cutover
 
     def placement(self) -> dict[int, int]:
         """Model stage -> the rank that runs it."""
