@@ -10,7 +10,11 @@ M = 4
 
 
 def build(world, optimizer="adamw", tied=True, m=M, frozen=False, **options):
-    """A schedule over this rank's stage of the tiny model; `frozen`: the tied weights are not trained."""
+    """A schedule over this rank's stage of the tiny model; `frozen`: the tied weights are not trained.
+
+    All microbatches are old unless a test says otherwise: the default cutover is another trajectory at every depth.
+    """
+    options = {"cutover": m, **options}
     first, last = tiny.cut(world.rank, world.size)
     module = tiny.Model(first, last, tied=tied)
     for part in (module.embedding, module.head):

@@ -87,7 +87,7 @@ def _pipeline(config: Config, world: int | None, problems: list[str]) -> dict[st
 
 
 def _cutover(config: Config, problems: list[str]) -> int | list[int] | None:
-    """In microbatches; None: all, which is what a run of before the key was there had."""
+    """In microbatches; None: it is decided when the run is made, and kept with it."""
     given, m = config.pipeline.cutover, config.pipeline.microbatches
     if given is None or isinstance(given, list):
         return given
@@ -100,7 +100,7 @@ def _cutover(config: Config, problems: list[str]) -> int | list[int] | None:
             "(all of them old, PipeDream-2BW)."
         )
         return None
-    return None if count == m else round(count)
+    return None if count == m and config.pipeline.schedule == "emulate" else round(count)
 
 
 def _without_checkpoints(config: Config, problems: list[str]) -> Config:
@@ -209,7 +209,6 @@ def _check_pipeline(config: Config, problems: list[str]) -> None:
             problems.append(f"pipeline.delay = {pipeline.delay} must not be negative or empty.")
         elif pipeline.mismatch not in (0, [0]):
             _check_mismatch(config, delays, problems)
-        _check_cutover(config, problems)
         if config.model.layers is not None and len(delays) > config.model.layers:
             problems.append(
                 f"pipeline.delay = {pipeline.delay} names {len(delays)} stages, and {config.model.layers} layers "
@@ -226,11 +225,7 @@ def _check_pipeline(config: Config, problems: list[str]) -> None:
             f"'{pipeline.schedule}' has "
             f"a delay of {0 if config.synchronous else 1}. Set pipeline.schedule=emulate for other delays."
         )
-    if pipeline.schedule != "emulate" and pipeline.cutover is not None:
-        problems.append(
-            f"pipeline.cutover = {pipeline.cutover} cannot take effect: pipeline.schedule = '{pipeline.schedule}' "
-            "reads the newest weights only. Drop it, or set pipeline.schedule=2bw."
-        )
+    _check_cutover(config, problems)
     if pipeline.schedule != "emulate" and pipeline.mismatch != 0:
         problems.append(
             f"pipeline.mismatch = {pipeline.mismatch} cannot take effect: pipeline.schedule = "
@@ -278,12 +273,23 @@ def _check_cutover(config: Config, problems: list[str]) -> None:
     cutover, m = pipeline.cutover, pipeline.microbatches
     if cutover is None:
         return
+    if config.synchronous:
+        problems.append(
+            f"pipeline.cutover = {cutover} cannot take effect: pipeline.schedule = '{pipeline.schedule}' reads the "
+            "newest weights only. Drop it, or set pipeline.schedule=2bw."
+        )
+        return
     if pipeline.delay != 1 or pipeline.mismatch not in (0, [0]):
         problems.append(
             f"pipeline.cutover = {cutover} is of 2BW, where every stage is one update late: it does not go with "
             f"pipeline.delay = {pipeline.delay} and pipeline.mismatch = {pipeline.mismatch}. Drop it, or those."
         )
-    if isinstance(cutover, list):
+    if isinstance(cutover, list) and pipeline.schedule == "2bw":
+        problems.append(
+            f"pipeline.cutover = {cutover}: the stages of a pipeline share one, so that a microbatch reads one version "
+            "all the way. Give one number, or set pipeline.schedule=emulate."
+        )
+    elif isinstance(cutover, list):
         layers = config.model.layers
         if not cutover or min(cutover) < 0 or max(cutover) > m:
             problems.append(f"pipeline.cutover = {cutover} must lie between 0 and the microbatches ({m}).")
@@ -291,7 +297,7 @@ def _check_cutover(config: Config, problems: list[str]) -> None:
             problems.append(
                 f"pipeline.cutover = {cutover} names {len(cutover)} stages, and {layers} layers cannot fill them."
             )
-    if optim.correction == "delay_compensation":
+    if optim.correction == "delay_compensation" and cutover not in (0, m):
         problems.append(
             f"pipeline.cutover = {cutover} does not go with optim.correction=delay_compensation, which changes a "
             "gradient taken at one bank. Set optim.correction=error_feedback or none, or drop it."

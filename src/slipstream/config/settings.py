@@ -91,7 +91,8 @@ class PipelineSettings(Settings):
     cutover: int | float | list[int] | None = _field(
         None,
         "microbatches of an update that read old weights, the others read the newest; below 1: a share of them; a list "
-        "for each stage: emulate only (derived: all)",
+        "by stage: emulate only (derived when a run is made: as many as stages, the fewest without a bubble; emulate: "
+        "all)",
     )
     mismatch: int | list[int] = _field(
         0, "updates by which a backward's weights are newer than its forward's (no stashing); emulate only"

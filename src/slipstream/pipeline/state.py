@@ -53,6 +53,11 @@ def capture(updater: Updater) -> State:
             if memory := updater.correction.memory_of(versions.master.weights[index]):
                 state["memory"][name] = memory
         for group, replica in versions.banks().items():
+            if replica.freed:
+                raise UserError(
+                    f"The bank of group {group} is gone, as its old part is done. Call capture() in after_update, "
+                    "where the state at a boundary is whole, or state_dict(), which drains."
+                )
             bank = state["banks"].setdefault(str(group), {})
             bank.update({name: replica.weights[index] for name, _, index in owned})
         state["buffers"].update({name: versions.module.get_buffer(name) for name in versions.buffers})

@@ -54,6 +54,20 @@ class Replica:
     parameters: list[nn.Parameter]
     weights: list[Tensor]  # the same storage, as plain local tensors
     readers: set[Part] = field(default_factory=set)
+    freed: list[int] = field(default_factory=list)  # bytes of each weight's storage while it has none
+
+    def free(self) -> None:
+        """Give the memory of the weights back; the tensors stay, and mean nothing until they are written."""
+        if not self.freed:
+            storages = [weight.untyped_storage() for weight in self.weights]
+            self.freed = [storage.nbytes() for storage in storages]
+            for storage in storages:
+                storage.resize_(0)
+
+    def allocate(self) -> None:
+        for weight, size in zip(self.weights, self.freed, strict=True) if self.freed else ():
+            weight.untyped_storage().resize_(size)
+        self.freed = []
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,9 @@ class Target:
 class Versions:
     """The weights of one stage: `master`, and a replica for each part of a group that is under way.
 
-    `looks_ahead`: the correction writes something else than the master into a bank.
+    `looks_ahead`: the correction writes something else than the master into a bank. `parks`: a replica that nothing
+    reads any more gives its memory back until it is written again. Three replicas are then no more than two: when the
+    third is written the gradients of the update that wrote it are spent and gone, and as large.
     """
 
     def __init__(
@@ -79,6 +95,7 @@ class Versions:
         looks_ahead: bool = True,
         bank_dtype: torch.dtype | None = None,
         prepare: Prepare | None = None,
+        parks: bool = False,
     ) -> None:
         self.module = master
         self.delay = delay
@@ -94,13 +111,17 @@ class Versions:
         self._reading: dict[Part, Replica] = {}
         self.buffers = [name for name, _ in master.named_buffers() if name not in caches]
         self._unchecked = [name for name in self.buffers if name not in _caches(master)]
+        self._parks = parks and len(self.replicas) > delay + 1
         self.targets(0)
         self.spread()
 
     def spread(self) -> None:
-        """Before the first group: every replica as the master is."""
+        """Before the first group: every replica that is read as the master is."""
         for replica in self.replicas:
-            copy_(replica.weights, self.master.weights)
+            if self._parks and not replica.readers:
+                replica.free()
+            else:
+                copy_(replica.weights, self.master.weights)
 
     def reads(self, group: int, microbatch: int) -> Read:
         """What a microbatch reads: the master or the bank of an index."""
@@ -132,7 +153,8 @@ class Versions:
         self._unchecked = []  # the first group tells
 
     def targets(self, index: int) -> list[Target]:
-        """Where z_index and b_index go, and note their readers. Called once for each index, in order."""
+        """Where z_index and b_index go, and note their readers. Called once for each index, in order. A replica that
+        was freed has yet to be allocated: whoever writes it knows when."""
         wanted: dict[Read, list[Part]] = {}
         for group in range(index, index + self.delay + 1):
             for part, read in self.parts(group):
@@ -149,6 +171,23 @@ class Versions:
             self._reading[part] = replica
         return Target(replica, read)
 
+    def park(self, group: int, microbatch: int, completed: int) -> None:
+        """The backward of a microbatch is done: free the replicas that no later one reads.
+
+        A group's bank stays until the update before it is `completed`: a state captured then has to have it.
+        """
+        if not self._parks:
+            return
+        for replica in self.replicas:
+            if replica.readers and all(
+                self._is_done(part, group, microbatch) and completed >= part[0] for part in replica.readers
+            ):
+                replica.free()
+
+    def _is_done(self, part: Part, group: int, microbatch: int) -> bool:
+        last = self.cutover.microbatches if part[1] else self.cutover(part[0])
+        return (part[0], last - 1) <= (group, microbatch)
+
     def banks(self) -> dict[int, Replica]:
         """The replica of each group that has its weights and is not finished; of two parts the old one's.
 
@@ -161,13 +200,17 @@ class Versions:
         """Take saved weights, by the part that reads them; parts that share a list share a replica."""
         for replica in self.replicas:
             replica.readers.clear()
+            if self._parks:
+                replica.free()
         self._reading = {}
         shared: dict[int, list[Part]] = {}
         for part, tensors in weights.items():
             shared.setdefault(id(tensors), []).append(part)
         for parts in shared.values():
             kind = "master" if all(fresh for _, fresh in parts) else "bank"
-            copy_(self._assign(Read(kind, 0), parts).replica.weights, weights[parts[0]])
+            replica = self._assign(Read(kind, 0), parts).replica
+            replica.allocate()
+            copy_(replica.weights, weights[parts[0]])
 
 
 def _caches(module: nn.Module) -> set[str]:

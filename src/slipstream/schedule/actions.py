@@ -101,7 +101,7 @@ def to_text(schedule: Schedule) -> str:
     header = (
         f"{_HEADER} name={s.name} stages={s.stages} microbatches={s.microbatches} groups={s.groups} "
         f"chunks={s.chunks} weights={s.weights.value} synchronous={int(s.synchronous)}"
-    )
+    ) + ("" if s.cutover is None else f" cutover={s.cutover}")
     return "\n".join([header, *(" ".join(map(str, actions)) for actions in s.ranks)]) + "\n"
 
 
@@ -123,6 +123,7 @@ def from_text(text: str) -> Schedule:
             chunks=int(fields["chunks"]),
             weights=Weights(fields["weights"]),
             synchronous=bool(int(fields["synchronous"])),
+            cutover=int(fields["cutover"]) if "cutover" in fields else None,
         )
     except (KeyError, ValueError) as error:
         raise UserError(f"The schedule's first line cannot be read: {error}. It was {header!r}.") from None

@@ -52,6 +52,11 @@ class Cutover:
         return found
 
     @property
+    def most(self) -> int:
+        """No group has more of its microbatches old; 0 where none ever is."""
+        return self.microbatches if callable(self.given) else self.given
+
+    @property
     def mixed(self) -> bool:
         """Whether a group may have an old part and a fresh one."""
         return callable(self.given) or 0 < self.given < self.microbatches

@@ -162,7 +162,8 @@ def flushed(config: Config) -> Callable[[int], bool]:
 
 
 def cutover(config: Config) -> Cutover:
-    """How many microbatches of each group read old weights on the stage that has most of them."""
+    """How many microbatches of each group read old weights, on the stage that has most of them. None given: all, as a
+    run had it before there was a choice."""
     given, m = config.pipeline.cutover, config.pipeline.microbatches
     assert not isinstance(given, float), given  # resolved
     if config.synchronous or config.pipeline.delay in (0, [0]):

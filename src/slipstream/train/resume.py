@@ -33,7 +33,7 @@ def adapt_banks(state: dict[str, Any], stored: Config, config: Config) -> dict[s
     A bank the old run kept for the same read goes on; any other is the master, as after a flush.
     """
     before, after = delays(stored), delays(config)
-    same_cutover = stored.pipeline.cutover == config.pipeline.cutover
+    same_cutover = cutover(stored).given == cutover(config).given
     if (
         before == after
         and same_cutover
