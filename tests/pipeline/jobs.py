@@ -246,7 +246,7 @@ def _gpu_schedule(world, group, timeout):
     device = torch.device("cuda", 0)
     module = tiny.Model(*tiny.cut(world.rank, world.size), tied=False).to(device)
     stage = PipelineStage(module, world.rank, world.size, device, group=group)
-    return Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.1, timeout=timeout)
+    return Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.1, timeout=timeout, cutover=M)
 
 
 def _gpu_step(world, schedule, group):

@@ -39,7 +39,9 @@ def schedule(
     ] = None,
     cutover: Annotated[
         int | None,
-        typer.Option(help="pipedream_2bw: microbatches of an update that read old weights, from 0 to m (all)."),
+        typer.Option(
+            help="pipedream_2bw: microbatches of an update that read old weights, from 0 to m (all)."
+        ),
     ] = None,
     chunks: Annotated[int | None, typer.Option(help="interleaved_1f1b: chunks per rank.")] = None,
     every: Annotated[int | None, typer.Option(help="paci: backwards per update (by default m).")] = None,
