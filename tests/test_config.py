@@ -81,6 +81,15 @@ def test_every_problem_is_reported_with_its_nearest_key():
         (["train.sample_tokens=5", "checkpoint.keep=0"], "train.sample_tokens = 5 cannot take effect"),
         (["pipeline.schedule=zbv", "model.experts=4", "model.experts_per_token=2"], "routed layer"),
         (["optim.warmup=500"], "Set it to at most 400 updates"),
+        (["pipeline.schedule=emulate", "pipeline.cutover=0.3"], "0.3 of pipeline.microbatches = 8 is 2.4"),
+        (["pipeline.schedule=emulate", "pipeline.cutover=9"], "from 0 (synchronous) to 8"),
+        (["pipeline.schedule=emulate", "pipeline.cutover=4", "pipeline.delay=2"], "one update late"),
+        (
+            ["pipeline.schedule=emulate", "pipeline.cutover=4", "optim.correction=delay_compensation"],
+            "does not go with optim.correction=delay_compensation",
+        ),
+        (["pipeline.schedule=1f1b", "pipeline.cutover=4"], "reads the newest weights only"),
+        (["train.fuse=true"], "train.fuse computes microbatches of one process"),
         (["optim.correction=lr_scaling", "optim.correction_lambda=1"], "with optim.correction=lr_scaling"),
         ([*EMULATED, "pipeline.delay=[1, 1, 1, 1, 1, 1, 1, 1, 1]"], "names 9 stages"),
         (["pipeline.mismatch=1"], "keeps a forward's weights for its backward"),
@@ -145,3 +154,14 @@ def test_files_that_are_not_runs(tmp_path):
     (tmp_path / "bad.toml").write_text("[train\n")
     with pytest.raises(UserError, match="not valid TOML"):
         load(tmp_path / "bad.toml")
+
+
+def test_a_cutover_is_a_number_of_microbatches_or_a_share_of_them():
+    def resolved(*overrides):
+        return resolve(load(overrides=["pipeline.schedule=emulate", *overrides])).pipeline.cutover
+
+    assert resolved() is None
+    assert resolved("pipeline.cutover=8") is None, "all of them: as without"
+    assert resolved("pipeline.cutover=0.5") == resolved("pipeline.cutover=4") == 4
+    assert resolved("pipeline.cutover=0") == 0
+    assert resolved("pipeline.cutover=[4, 2]") == [4, 2]

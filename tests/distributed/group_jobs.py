@@ -180,7 +180,7 @@ def engine(world, groups=12):
     stage = PipelineStage(module, world.rank, world.size, torch.device("cpu"), group=group)
     names = {0: "embedding.weight", world.size - 1: "head.weight"}
     schedule = Schedule2BW(
-        stage, engine_jobs.M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.5, timeout=20,
+        stage, engine_jobs.M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.5, timeout=20, cutover=engine_jobs.M,
         tied={"embedding": names[world.rank]} if world.rank in names else {},
     )  # fmt: skip
     schedule._links._may_share = False

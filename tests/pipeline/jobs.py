@@ -10,7 +10,11 @@ M = 4
 
 
 def build(world, optimizer="adamw", tied=True, m=M, frozen=False, **options):
-    """A schedule over this rank's stage of the tiny model; `frozen`: the tied weights are not trained."""
+    """A schedule over this rank's stage of the tiny model; `frozen`: the tied weights are not trained.
+
+    All microbatches are old unless a test says otherwise: the default cutover is another trajectory at every depth.
+    """
+    options = {"cutover": m, **options}
     first, last = tiny.cut(world.rank, world.size)
     module = tiny.Model(first, last, tied=tied)
     for part in (module.embedding, module.head):
@@ -206,7 +210,7 @@ def lose(world, how, flushed=0):
     schedule.drain()
 
 
-def on_gpu(world, groups=10, backend=None):
+def on_gpu(world, groups=10, backend=None, cutover=M):
     """Stages that share one GPU; rank 0 also runs the emulator there. `backend`: not the group's own way."""
     import torch.distributed as dist
 
@@ -214,12 +218,13 @@ def on_gpu(world, groups=10, backend=None):
 
     device = torch.device("cuda", 0)
     group = dist.new_group(backend=backend) if backend else dist.group.WORLD
-    schedule = _gpu_schedule(world, group, timeout=60)
+    schedule = _gpu_schedule(world, group, timeout=60, cutover=cutover)
     losses = [loss for group in range(groups) for loss in _gpu_step(world, schedule, group)]
     schedule.drain()
     emulated = []
     if world.rank == 0:
-        emulator = Emulator(tiny.Model(tied=False).to(device), M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.1)
+        model = tiny.Model(tied=False).to(device)
+        emulator = Emulator(model, M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.1, cutover=cutover)
         for group in range(groups):
             emulated += [loss.item() for loss in emulator.step(*(t.to(device) for t in tiny.batch(group)))]
     return losses, emulated, dist.get_backend()
@@ -238,11 +243,13 @@ def lose_on_gpu(world):
     schedule.drain()
 
 
-def _gpu_schedule(world, group, timeout):
+def _gpu_schedule(world, group, timeout, cutover=M):
     device = torch.device("cuda", 0)
     module = tiny.Model(*tiny.cut(world.rank, world.size), tied=False).to(device)
     stage = PipelineStage(module, world.rank, world.size, device, group=group)
-    return Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.1, timeout=timeout)
+    return Schedule2BW(
+        stage, M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.1, timeout=timeout, cutover=cutover
+    )
 
 
 def _gpu_step(world, schedule, group):

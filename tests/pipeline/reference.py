@@ -1,8 +1,10 @@
 """Rule 1 of the method, written down independently of the package: the oracle of every exactness test.
 
 z_0 initial, b_0 = z_0
-G_g = mean gradient over the m microbatches of group g at z_g (flushed) or b_max(g-d, 0)
+G_g = mean over the m microbatches of group g of their gradients, microbatch k at b_max(g-d, 0) if k < c_g, else at z_g
 z_{g+1} = Optimizer(z_g, G_g);  b_{g+1} = z_{g+1} + lam d (z_{g+1} - z_g)
+
+c_g is `cutover(g)`, m (all of them) by default, and 0 for a flushed group and the one after it.
 """
 
 import copy
@@ -11,7 +13,16 @@ import torch
 
 
 def train(
-    module, batches, m, loss_fn, make_optimizer, lam=0.0, clip=None, delay=1, synchronous=lambda g: False
+    module,
+    batches,
+    m,
+    loss_fn,
+    make_optimizer,
+    lam=0.0,
+    clip=None,
+    delay=1,
+    synchronous=lambda g: False,
+    cutover=None,
 ):
     """Returns the losses of every microbatch and the final master."""
     master, worker = copy.deepcopy(module), copy.deepcopy(module)
@@ -19,16 +30,18 @@ def train(
     z = [p.detach().clone() for p in master.parameters()]
     banks, losses = {0: z}, []
     for g, (x, y) in enumerate(batches):
-        flushed = g == 0 or delay == 0 or synchronous(g) or synchronous(g - 1)
-        read = [p.detach() for p in master.parameters()] if flushed else banks[max(g - delay, 0)]
-        for p, b in zip(worker.parameters(), read, strict=True):
-            p.data.copy_(b)
-            p.grad = None
-        for xk, yk in zip(x.chunk(m), y.chunk(m), strict=True):
+        flushed = delay == 0 or synchronous(g) or synchronous(g - 1)
+        old = 0 if flushed else m if cutover is None else cutover(g)
+        newest = [p.detach() for p in master.parameters()]
+        worker.zero_grad()
+        for k, (xk, yk) in enumerate(zip(x.chunk(m), y.chunk(m), strict=True)):
+            read = newest if g == 0 or k >= old else banks[max(g - delay, 0)]
+            for p, b in zip(worker.parameters(), read, strict=True):
+                p.data.copy_(b)
             loss = loss_fn(worker(xk), yk)
             (loss * (1.0 / m)).backward()
             losses.append(loss.item())
-        old = [p.detach().clone() for p in master.parameters()]
+        before = [p.detach().clone() for p in master.parameters()]
         for p, w in zip(master.parameters(), worker.parameters(), strict=True):
             p.grad = None if w.grad is None else w.grad.clone()
         if clip is not None:
@@ -36,6 +49,6 @@ def train(
         optimizer.step()
         banks[g + 1] = [
             p.detach() + lam * max(delay, 1) * (p.detach() - o)
-            for p, o in zip(master.parameters(), old, strict=True)
+            for p, o in zip(master.parameters(), before, strict=True)
         ]
     return losses, master

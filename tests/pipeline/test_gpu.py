@@ -12,8 +12,9 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_stages_that_share_a_gpu_match_the_emulator(pool, stages):
-    results = pool.run("pipeline.jobs:on_gpu", ranks=stages)
+@pytest.mark.parametrize("cutover", [4, 2])
+def test_stages_that_share_a_gpu_match_the_emulator(pool, stages, cutover):
+    results = pool.run("pipeline.jobs:on_gpu", cutover=cutover, ranks=stages)
     assert results[-1][0] == pytest.approx(results[0][1], rel=1e-6)
     if stages > 1:
         assert results[0][2] == "slipstream", "the ranks could not share the GPU's memory"

@@ -23,7 +23,7 @@ def alone():
 
 def schedule(module=None, loss_fn=None, **options):
     stage = PipelineStage(module or nn.Linear(3, 3), 0, 1, torch.device("cpu"))
-    return Schedule2BW(stage, M, loss_fn or squared, tiny.momentum, **options)
+    return Schedule2BW(stage, M, loss_fn or squared, tiny.momentum, **{"cutover": M, **options})
 
 
 def squared(output, target):

@@ -8,9 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.errors import UserError
 from slipstream.schedule import Costs, Timeline, build, simulate
+from slipstream.schedule.actions import from_text, to_text
+from slipstream.schedule.cutover import free_cutover
 from slipstream.schedule.occupancy import banks, peak_activations, peak_rank_activations
 from slipstream.schedule.staleness import gradients, staleness
+from slipstream.schedule.validate import check
 
 STAGES = (1, 2, 3, 4, 7, 8, 13, 16)
 MICROBATCHES = (1, 2, 3, 5, 8, 16, 31, 64)
@@ -164,3 +168,42 @@ def test_method_latency_figures() -> None:
         assert timeline.time_per_update / 16 == pytest.approx(0.030 + 2 * 7 * latency / 8, rel=1e-9)
         deeper = run("2bw", 8, 16, 8, costs, in_flight=15)
         assert deeper.time_per_update == pytest.approx(16 * 0.030, rel=1e-9)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+@pytest.mark.parametrize("factor", [1, 2, 3])
+def test_a_cutover_of_the_warm_up_and_one_is_the_least_without_a_bubble(stages: int, factor: int) -> None:
+    """c = w_0 + 1 = P: z_g is there, on every stage, one pair after stage 0's last backward of group g-1."""
+    m = factor * stages
+    costs = Costs(forward=1.0, backward=2.0, update=0.5, update_latency=0.2)
+
+    def time(cutover: int | None, in_flight: int | None = None) -> float:
+        schedule = build("pipedream_2bw", stages, m, 10, cutover=cutover, in_flight=in_flight)
+        check(schedule)
+        return simulate(schedule, costs).time_per_update
+
+    free = free_cutover(stages, m)
+    assert free == min(m, stages)
+    assert time(free) == pytest.approx(time(None)) == pytest.approx(3 * m + 0.5)
+    if stages > 1:
+        assert time(free - 1) > time(free)
+        assert [time(c) for c in range(free)] == sorted((time(c) for c in range(free)), reverse=True)
+        assert time(0) == pytest.approx(3 * (m + stages - 1) + 0.7, rel=0.02), "a flush, as 1F1B"
+    deep = min(m, 2 * stages - 1)  # more in flight wants a larger cutover
+    assert time(free_cutover(stages, m, deep), deep) == pytest.approx(time(None))
+
+
+@pytest.mark.parametrize("cutover", [0, 1, 3, 4, 6, 8])
+def test_a_cutover_makes_exactly_its_microbatches_old(cutover: int) -> None:
+    schedule = build("pipedream_2bw", 4, 8, 5, cutover=cutover)
+    for gradient in gradients(schedule):
+        assert gradient.mismatch == 0
+        assert gradient.delay == int(gradient.group > 0 and gradient.microbatch < cutover)
+    assert from_text(to_text(schedule)) == schedule
+
+
+def test_a_cutover_that_cannot_be_is_refused() -> None:
+    with pytest.raises(UserError, match="does not fit into 8 microbatches"):
+        build("2bw", 4, 8, cutover=9)
+    with pytest.raises(UserError, match="does not take 'cutover'"):
+        build("1f1b", 4, 8, cutover=4)

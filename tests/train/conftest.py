@@ -64,7 +64,14 @@ class Runs:
 
     def config(self, name: str, *overrides: str) -> Config:
         paths = [f"run.dir={self.folder / name}", f"data.path={self.data}"]
-        return resolve(load(None, [*TINY, *paths, *overrides]))
+        given = load(None, [*TINY, *paths, *overrides])
+        pipeline = given.pipeline
+        # Half of each update old, whatever the stages: the default is another trajectory at every number of them.
+        named = any(text.startswith("pipeline.cutover") for text in overrides)
+        if not (named or given.synchronous) and pipeline.delay == 1 and pipeline.mismatch == 0:
+            half = pipeline.model_copy(update={"cutover": pipeline.microbatches // 2 or 1})
+            given = given.model_copy(update={"pipeline": half})
+        return resolve(given)
 
     def train(self, name: str, *overrides: str) -> dict:
         """Train in this process (emulate) or on ranks; the leader's answer."""

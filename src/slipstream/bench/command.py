@@ -41,6 +41,7 @@ class Request:
     clip: bool
     correction: str
     in_flight: int | None
+    cutover: int | None
     link_latency_seconds: float
     rivals: str
     rounds: int | None
@@ -57,10 +58,11 @@ class Request:
         setting = Work(
             kind=self.kind,
             stages=self.stages,
-            microbatches=self.stages,
+            microbatches=max([self.stages, *self.microbatches]),
             max_grad_norm=1.0 if self.clip else None,
             correction=self.correction,
             in_flight=self.in_flight,
+            cutover=self.cutover,
             link_latency_seconds=self.link_latency_seconds,
             device=self.device,
             compile=self.compile,

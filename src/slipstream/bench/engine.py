@@ -33,6 +33,7 @@ class EngineRun:
             optimizer=build_optimizer,
             correction=work.correction,
             max_grad_norm=work.max_grad_norm,
+            cutover=work.cutover,
             in_flight=work.in_flight,
             prepare=prepare(work),
             link_latency=work.link_latency_seconds,

@@ -31,6 +31,7 @@ from slipstream.distributed import RankPool
 from slipstream.errors import UserError
 
 BOUND, ENGINE, BASELINE = "bound", "slipstream", "torch_1f1b"
+ENGINE_2BW = "slipstream_2bw"  # with all microbatches old: beside it stands what a cutover costs
 WARM_UP_UPDATES = 4  # by then our schedule has chosen its depth from the times it measured
 ALONE_UPDATES = 3  # on the CPU, where they show memory only
 ROUNDS_TOGETHER = 5
@@ -106,7 +107,7 @@ def bench(
         yield measure(
             pool,
             work,
-            [BOUND, *rivals, ENGINE],
+            [BOUND, *rivals, ENGINE, *([] if work.all_old else [ENGINE_2BW])],
             rounds=rounds,
             updates=updates or (max(5, 48 // m) if work.device == "cuda" else max(4, 32 // m)),
             timeout_seconds=timeout_seconds,
@@ -194,7 +195,8 @@ class _Taker:
 
     def alone(self, name: str, updates: int) -> list[RankSample]:
         on_cpu = self.work.device == "cpu"
-        warm_up = WARM_UP_UPDATES if name == ENGINE or on_cpu else GPU_WARM_UP_UPDATES
+        ours = name in (ENGINE, ENGINE_2BW)
+        warm_up = WARM_UP_UPDATES if ours or on_cpu else GPU_WARM_UP_UPDATES
         return self._run(1, take_sample, name, self.work, warm_up, updates)
 
     def in_turns(self, names: Sequence[str], updates: int, rounds: int) -> list[dict[str, list[RankSample]]]:

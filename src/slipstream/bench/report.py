@@ -10,11 +10,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.bench.measure import BASELINE, BOUND, ENGINE, NO_LATENCY, Result
+from slipstream.bench.measure import BASELINE, BOUND, ENGINE, ENGINE_2BW, NO_LATENCY, Result
 from slipstream.bench.rivals import RIVALS
 from slipstream.bench.work import Work
 
-LABELS = {BOUND: "bubble-free bound", **{name: rival.label for name, rival in RIVALS.items()}}
+LABELS = {
+    BOUND: "bubble-free bound",
+    ENGINE_2BW: "slipstream, all old",
+    **{name: rival.label for name, rival in RIVALS.items()},
+}
 
 
 def record(result: Result) -> dict[str, Any]:
@@ -34,6 +38,7 @@ def record(result: Result) -> dict[str, Any]:
         "bound_ms": bound,
         **{f"{name}_ms": result.milliseconds(name) for name in RIVALS},
         "slipstream_ms": ours,
+        "slipstream_2bw_ms": result.milliseconds(ENGINE_2BW),
         "speedup_over_1f1b": _ratio(baseline, ours),
         "best_sync": best,
         "best_sync_ms": best_ms,
@@ -78,7 +83,7 @@ def print_result(console: Console, result: Result) -> None:
     table.add_column(no_wrap=True)
     for heading in ("median", "least", "of bound", "speed-up", "cpu ms", "peak MB"):
         table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
-    for name in (BOUND, *RIVALS, ENGINE):
+    for name in (BOUND, *RIVALS, ENGINE, ENGINE_2BW):
         label = LABELS.get(name, name)
         time = result.milliseconds(name)
         if time is None:

@@ -125,6 +125,8 @@ def build_run(name: str, work: Work, rank: int) -> Run:
         return BoundRun(work, rank)
     if name == "slipstream":
         return EngineRun(work, rank)
+    if name == "slipstream_2bw":
+        return EngineRun(replace(work, cutover=work.microbatches), rank)
     return RivalRun(RIVALS[name], work, rank)
 
 

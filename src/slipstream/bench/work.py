@@ -27,6 +27,7 @@ from slipstream.models.loss import TokenLoss
 from slipstream.models.sizes import ModelConfig
 from slipstream.optim.corrections import build_correction
 from slipstream.schedule.asynchronous import warm_up_2bw
+from slipstream.schedule.cutover import free_cutover
 
 KINDS = ("compute", "sleep", "empty", "language")
 CPU = torch.device("cpu")
@@ -42,6 +43,7 @@ class Work:
     max_grad_norm: float | None = None
     correction: str = "none"
     in_flight: int | None = None
+    cutover: int | None = None  # of our schedule; None: its default
     link_latency_seconds: float = 0.0
     dim: int = 128
     heads: int = 4
@@ -72,7 +74,17 @@ class Work:
                 f"--link-latency-ms {self.link_latency_seconds * 1e3:g} must not be negative, nor endless."
             )
         warm_up_2bw(self.stages, self.microbatches, self.in_flight)  # refuses what our schedule cannot keep
+        if self.cutover is not None and not 0 <= self.cutover <= self.microbatches:
+            raise UserError(
+                f"--cutover {self.cutover}: of {self.microbatches} microbatches none to all can be old."
+            )
         build_correction(self.correction)
+
+    @property
+    def all_old(self) -> bool:
+        """Whether every microbatch reads the bank, as in PipeDream-2BW."""
+        chosen = free_cutover(self.stages, self.microbatches) if self.cutover is None else self.cutover
+        return chosen == self.microbatches
 
     @property
     def blocks(self) -> int:

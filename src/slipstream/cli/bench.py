@@ -44,6 +44,9 @@ def pipeline(
     clip: Annotated[bool, typer.Option("--clip", help="Clip the global gradient norm.")] = False,
     correction: Annotated[str, typer.Option(help="Delay correction of our schedule.")] = "none",
     in_flight: Annotated[int | None, typer.Option(help="Microbatches in flight; default: chosen.")] = None,
+    cutover: Annotated[
+        int | None, typer.Option(help="Microbatches of an update that are old; default: P, the fewest.")
+    ] = None,
     link_latency_ms: Annotated[float, typer.Option(help="Delay every message of ours by this.")] = 0.0,
     rivals: Annotated[str, typer.Option(help="all, none, or a list: 1f1b,gpipe,...")] = "all",
     rounds: Annotated[
@@ -85,6 +88,7 @@ def pipeline(
             clip=clip,
             correction=correction,
             in_flight=in_flight,
+            cutover=cutover,
             link_latency_seconds=link_latency_ms / 1e3,
             rivals=rivals,
             rounds=rounds,

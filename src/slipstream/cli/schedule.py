@@ -37,6 +37,12 @@ def schedule(
     in_flight: Annotated[
         int | None, typer.Option(help="pipedream_2bw: microbatches in flight on stage 0, from P to m+1.")
     ] = None,
+    cutover: Annotated[
+        int | None,
+        typer.Option(
+            help="pipedream_2bw: microbatches of an update that read old weights, from 0 to m (all)."
+        ),
+    ] = None,
     chunks: Annotated[int | None, typer.Option(help="interleaved_1f1b: chunks per rank.")] = None,
     every: Annotated[int | None, typer.Option(help="paci: backwards per update (by default m).")] = None,
     compare: Annotated[str | None, typer.Option(help="More schedules, by commas: 1f1b,zbv.")] = None,
@@ -61,7 +67,8 @@ def schedule(
         update=_numbers("--update", update),
         latency=_numbers("--link", link),
     )
-    options = _options_per_name(names, {"in_flight": in_flight, "chunks": chunks, "every": every})
+    given = {"in_flight": in_flight, "cutover": cutover, "chunks": chunks, "every": every}
+    options = _options_per_name(names, given)
     schedules = {full: build(full, stages, microbatches, groups, **options[full]) for full in names}
     figures = [steady(full, stages, microbatches, costs, **options[full]) for full in names]
     if csv_file is not None:

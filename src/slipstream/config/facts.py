@@ -6,6 +6,7 @@ from slipstream.config.resolve import model_config, updates
 from slipstream.config.settings import Config
 from slipstream.models.sizes import active_parameters, flops_per_token, parameters
 from slipstream.optimizers import OPTIMIZERS, check_options
+from slipstream.schedule.cutover import free_cutover
 
 
 def facts(config: Config) -> dict[str, str]:
@@ -23,10 +24,22 @@ def facts(config: Config) -> dict[str, str]:
         "processes": f"{pipeline.stages * pipeline.data_ranks} "
         f"({pipeline.stages} stages x {pipeline.data_ranks} data ranks)",
         "optimizer": _optimizer(config),
+        "old part": _old_part(config),
         "warm-up": f"{updates(config.optim.warmup, train.steps)} updates",
         "flushed updates": f"{updates(config.optim.sync_start, train.steps)} at the start, "
         f"{updates(config.optim.sync_finish, train.steps)} at the end",
     }
+
+
+def _old_part(config: Config) -> str:
+    pipeline = config.pipeline
+    m, given = pipeline.microbatches, pipeline.cutover
+    if config.synchronous or pipeline.delay in (0, [0]):
+        return "nothing: every gradient is of the newest weights"
+    if given is None and pipeline.schedule == "2bw":
+        assert pipeline.stages is not None
+        return f"{free_cutover(pipeline.stages, m)} of {m} microbatches (a run that goes on keeps its own)"
+    return f"{m if given is None else given} of {m} microbatches"
 
 
 def _optimizer(config: Config) -> str:

@@ -83,7 +83,24 @@ def _pipeline(config: Config, world: int | None, problems: list[str]) -> dict[st
             "ranks, and "
             f"torchrun started {world}. Set pipeline.stages x pipeline.data_ranks = {world}, or nproc."
         )
-    return {"stages": stages}
+    return {"stages": stages, "cutover": _cutover(config, problems)}
+
+
+def _cutover(config: Config, problems: list[str]) -> int | list[int] | None:
+    """In microbatches; None: it is decided when the run is made, and kept with it."""
+    given, m = config.pipeline.cutover, config.pipeline.microbatches
+    if given is None or isinstance(given, list):
+        return given
+    share = 0 < given < 1
+    count = given * m if share else given
+    if abs(count - round(count)) > 1e-9 or not 0 <= count <= m:
+        which = f"{given:g} of pipeline.microbatches = {m} is {count:g}" if share else f"it is {given:g}"
+        problems.append(
+            f"pipeline.cutover: {which}, and must be a whole number of microbatches, from 0 (synchronous) to {m} "
+            "(all of them old, PipeDream-2BW)."
+        )
+        return None
+    return None if count == m and config.pipeline.schedule == "emulate" else round(count)
 
 
 def _without_checkpoints(config: Config, problems: list[str]) -> Config:
@@ -208,6 +225,7 @@ def _check_pipeline(config: Config, problems: list[str]) -> None:
             f"'{pipeline.schedule}' has "
             f"a delay of {0 if config.synchronous else 1}. Set pipeline.schedule=emulate for other delays."
         )
+    _check_cutover(config, problems)
     if pipeline.schedule != "emulate" and pipeline.mismatch != 0:
         problems.append(
             f"pipeline.mismatch = {pipeline.mismatch} cannot take effect: pipeline.schedule = "
@@ -250,6 +268,42 @@ def _check_pipeline(config: Config, problems: list[str]) -> None:
         )
 
 
+def _check_cutover(config: Config, problems: list[str]) -> None:
+    pipeline, optim = config.pipeline, config.optim
+    cutover, m = pipeline.cutover, pipeline.microbatches
+    if cutover is None:
+        return
+    if config.synchronous:
+        problems.append(
+            f"pipeline.cutover = {cutover} cannot take effect: pipeline.schedule = '{pipeline.schedule}' reads the "
+            "newest weights only. Drop it, or set pipeline.schedule=2bw."
+        )
+        return
+    if pipeline.delay != 1 or pipeline.mismatch not in (0, [0]):
+        problems.append(
+            f"pipeline.cutover = {cutover} is of 2BW, where every stage is one update late: it does not go with "
+            f"pipeline.delay = {pipeline.delay} and pipeline.mismatch = {pipeline.mismatch}. Drop it, or those."
+        )
+    if isinstance(cutover, list) and pipeline.schedule == "2bw":
+        problems.append(
+            f"pipeline.cutover = {cutover}: the stages of a pipeline share one, so that a microbatch reads one version "
+            "all the way. Give one number, or set pipeline.schedule=emulate."
+        )
+    elif isinstance(cutover, list):
+        layers = config.model.layers
+        if not cutover or min(cutover) < 0 or max(cutover) > m:
+            problems.append(f"pipeline.cutover = {cutover} must lie between 0 and the microbatches ({m}).")
+        elif layers is not None and len(cutover) > layers:
+            problems.append(
+                f"pipeline.cutover = {cutover} names {len(cutover)} stages, and {layers} layers cannot fill them."
+            )
+    if optim.correction == "delay_compensation" and cutover not in (0, m):
+        problems.append(
+            f"pipeline.cutover = {cutover} does not go with optim.correction=delay_compensation, which changes a "
+            "gradient taken at one bank. Set optim.correction=error_feedback or none, or drop it."
+        )
+
+
 def _check_mismatch(config: Config, delays: list[int], problems: list[str]) -> None:
     """A backward can only see newer weights where its forward's own are the ones autograd kept."""
     mismatch, train, optim = config.pipeline.mismatch, config.train, config.optim
@@ -284,6 +338,12 @@ def _check_train(config: Config, problems: list[str]) -> None:
         problems.append(
             f"train.cuda_graphs records one set of weights, and pipeline.mismatch = {config.pipeline.mismatch} gives "
             "a backward another. Drop one of them."
+        )
+    if train.fuse and (config.pipeline.schedule != "emulate" or config.model.experts):
+        problems.append(
+            "train.fuse computes microbatches of one process together, and needs a loss that is a mean over rows; with "
+            f"pipeline.schedule = '{config.pipeline.schedule}' and model.experts = {config.model.experts} it cannot "
+            "take effect. Drop it."
         )
     start, finish = updates(optim.sync_start, train.steps), updates(optim.sync_finish, train.steps)
     if start + finish > train.steps:

@@ -88,6 +88,12 @@ class PipelineSettings(Settings):
     delay: int | list[int] = _field(
         1, "updates between reading and using weights; other than 1: emulate only"
     )
+    cutover: int | float | list[int] | None = _field(
+        None,
+        "microbatches of an update that read old weights, the others read the newest; below 1: a share of them; a list "
+        "by stage: emulate only (derived when a run is made: as many as stages, the fewest without a bubble; emulate: "
+        "all)",
+    )
     mismatch: int | list[int] = _field(
         0, "updates by which a backward's weights are newer than its forward's (no stashing); emulate only"
     )
@@ -143,6 +149,10 @@ class TrainSettings(Settings):
     cuda_graphs: bool = _layout(
         False,
         "emulate on a GPU: forward and backward of a microbatch as one launch, for models bound by the host",
+    )
+    fuse: bool = _layout(
+        False,
+        "emulate: microbatches that read the same weights are computed as one, which is quicker and equal to rounding",
     )
     attention: Literal["auto", "cudnn", "flash"] = _layout(
         "auto", "attention kernel on a GPU to try first; auto: as torch orders them"

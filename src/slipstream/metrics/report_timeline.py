@@ -17,6 +17,7 @@ from slipstream.schedule.generate import build, canonical
 from slipstream.schedule.simulate import Costs, simulate
 
 LEAD = 3  # simulated groups before the first one drawn: the pipeline is full by then
+NEGLIGIBLE_WAIT = 0.002  # of an update: below it a wait at the cutover is not worth a word
 MOST_BARS = 6000  # more than this is neither readable nor quick to draw
 
 Bar = tuple[int, str, int, int | None, int, int | None, float, float]  # the rows of the event's `spans`
@@ -44,6 +45,7 @@ def lanes(event: Event, start: Event, title: str) -> Lanes | None:
             note += (
                 f" Seconds per update: measured {real:.4g}, predicted {model:.4g} ({real / model - 1:+.1%})."
             )
+    note += at_cutover(measured, start)
     ranks = 1 + max(bar[0] for bar in measured)
     return Lanes(title, [f"rank {rank}" for rank in range(ranks)], measured, predicted, note)
 
@@ -72,7 +74,9 @@ def predict(measured: list[Bar], costs: Any, start: Event) -> list[Bar]:
     if not entered:
         raise UserError("no group begins in what was recorded.")
     first, last = min(entered), max(bar[4] for bar in measured)  # backwards of the group before come first
-    options = {"in_flight": in_flight(measured, stages, m)} if canonical(name) == "pipedream_2bw" else {}
+    options: dict[str, int | None] = {}
+    if canonical(name) == "pipedream_2bw":
+        options = {"in_flight": in_flight(measured, stages, m), "cutover": cutover(start)}
     schedule = build(name, stages=stages, microbatches=m, groups=LEAD + last - first + 2, **options)
     known = {key: value for key, value in costs.items() if key in Costs.__dataclass_fields__}
     timeline = simulate(schedule, Costs(**known))
@@ -85,6 +89,35 @@ def predict(measured: list[Bar], costs: Any, start: Event) -> list[Bar]:
     shift = _entry(measured, first) - _entry(bars, first)
     wanted = {bar[:5] for bar in measured}
     return [_shift(bar, shift) for bar in bars if bar[:5] in wanted]
+
+
+def cutover(start: Event) -> int | None:
+    """How many microbatches of an update are old; None: all, or the run does not say."""
+    found = start.get("cutover")
+    return found if isinstance(found, int) else None
+
+
+def at_cutover(bars: list[Bar], start: Event) -> str:
+    """A sentence about the first fresh microbatch: how long each rank did nothing before it, on average."""
+    old = cutover(start)
+    if old is None or not 0 < old < int(start["microbatches"]):
+        return ""
+    idle: dict[int, list[float]] = {}
+    before: dict[int, float] = {}  # when each rank's last action ended
+    for rank, kind, _, microbatch, group, version, begin, end in bars:
+        if kind == "F" and microbatch == old and version == group and rank in before:
+            idle.setdefault(rank, []).append(max(0.0, begin - before[rank]))
+        before[rank] = max(end, before.get(rank, end))
+    if not idle:
+        return ""
+    means = {rank: sum(found) / len(found) for rank, found in idle.items()}
+    worst = max(means, key=lambda rank: means[rank])
+    text = f" Cutover: {old} of {start['microbatches']} microbatches are old."
+    one = period(bars)
+    share = f" ({means[worst] / one:.1%} of an update)" if one else ""
+    if not one or means[worst] < NEGLIGIBLE_WAIT * one:
+        return f"{text} No rank waits for the newest weights."
+    return f"{text} Before the first fresh one rank {worst} is idle for {means[worst] * 1e3:.3g} ms{share}."
 
 
 def in_flight(bars: list[Bar], stages: int, microbatches: int) -> int | None:

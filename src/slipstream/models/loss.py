@@ -76,10 +76,13 @@ def with_group_count(targets: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class TokenLoss:
     """loss(logits [B, T, V], targets): with targets [B, T + 1] as `with_group_count` gives them, the
-    microbatch's share of the group's token mean; with targets [B, T], the mean over these tokens."""
+    microbatch's share of the group's token mean; with targets [B, T], the mean over these tokens.
+
+    `rows`: of a group whose microbatches are not alike; each is then as many shares as its rows make."""
 
     shares: int = 1
     z_loss: float = 0.0
+    rows: int | None = None
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         length = logits.shape[1]
@@ -87,7 +90,8 @@ class TokenLoss:
             shares, count = 1, (targets != IGNORE).sum()
         else:
             assert targets.shape[1] == length + 1, (tuple(logits.shape), tuple(targets.shape))
-            shares, count = self.shares, targets[0, length]
+            shares = self.shares if self.rows is None else self.rows / targets.shape[0]
+            count = targets[0, length]
         rows = targets[:, :length].reshape(-1)
         z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
         total = _SumCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), rows, z_loss)

@@ -66,6 +66,11 @@ class Correction:
     corrects_gradient: bool = False  # gradient() is called
     on_pieces: bool = True  # what it does to a piece of a tensor is what it does to the whole
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a bank is anything but a copy of the master."""
+        return type(self).publish is not Correction.publish
+
     def hyperparameters(self, group: int, values: list[dict[str, Any]]) -> None:
         """Edit the parameter-group values that update `group` will use, in place."""
 
@@ -151,14 +156,15 @@ class LRScaling(Correction):
     """lr_g ← lr_g (1 + d)^-(1 - p), p = min(1, (g - start) / steps); groups before `start` keep their rate.
 
     Source: PipeMare (Yang et al. 2021), which divides by d^(1 - p): nothing at delay 1, hence 1 + d.
-    `start` is the length of a synchronous start, where there is no delay to scale for. Memory: none.
+    `start` is the length of a synchronous start, where there is no delay to scale for. With a cutover of c of m
+    microbatches the mean delay is c / m: give that as `delay`. Memory: none.
     """
 
     name = "lr_scaling"
 
-    def __init__(self, steps: int, delay: int = 1, start: int = 0) -> None:
+    def __init__(self, steps: int, delay: float = 1, start: int = 0) -> None:
         self.steps = int(_positive("steps", steps))
-        self.delay = int(_positive("delay", delay))
+        self.delay = _positive("delay", delay)
         self.start = start
 
     def factor(self, group: int) -> float:
@@ -202,6 +208,17 @@ def build_correction(spec: str | Correction, **options: Any) -> Correction:
         given = ", ".join(f"{key}={value}" for key, value in options.items()) or "no options"
         raise UserError(f"The correction {spec!r} cannot be made with {given}: {error}.") from error
     return kind(**options)
+
+
+def check_mixed(correction: Correction) -> None:
+    """Refuse a correction that cannot follow a cutover. One that decides what is written into a bank acts on the old
+    part of a group; one that changes hyperparameters acts on the update; one that changes the gradient would need it
+    apart from that of the fresh part, which is one sum with it."""
+    if correction.corrects_gradient:
+        raise UserError(
+            f"The correction {correction.name!r} changes a gradient that was taken at one bank; with a cutover a part "
+            "of the group reads the newest weights. Use error_feedback or none, or a cutover of all microbatches."
+        )
 
 
 def _own(spec: str) -> type[Correction]:

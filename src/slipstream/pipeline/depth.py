@@ -49,9 +49,10 @@ class Depth:
     """How far one stage runs ahead: as told, or chosen once from times that all stages measured and exchanged."""
 
     def __init__(
-        self, stage: int, stages: int, microbatches: int, in_flight: int | None, on_host: bool
+        self, stage: int, stages: int, microbatches: int, in_flight: int | None, on_host: bool, cutover: int
     ) -> None:
         self._stage, self._stages, self._microbatches = stage, stages, microbatches
+        self._cutover = cutover
         self._on_host = on_host
         self._open = in_flight is None and stages > 1
         self._decided_at: int | None = None
@@ -84,6 +85,8 @@ class Depth:
                 max(told.link_seconds),
                 self._on_host,
             )
+            if self._cutover < self._microbatches:
+                chosen = min(chosen, max(self._stages, self._cutover))
             self._set(chosen)
 
     def tell(self, tally: Tally, pair_seconds: Callable[[], tuple[float, float]]) -> None:

@@ -1,32 +1,38 @@
 """The rule of 2BW in one process: the same versions, the same update, no pipeline.
 
-    step g: m forwards and backwards at what `staleness.reads` says group g reads, then update g.
+    step g: m forwards and backwards at what `staleness.reads` says they read, then update g.
 
-`delay=0` is synchronous training; `delay=d` takes every gradient d updates late; a list of delays, one per
-module of `stages`, is original PipeDream. `mismatch` gives the backward newer weights than the forward had, as
-an engine without stashing (PACI) does. On a GPU, update g is finished after the kernels of group g+1 are queued,
-which do not depend on it: the host then never waits for the norm.
+`cutover=c` makes the first c microbatches of a group read the bank and the others the newest weights (`None`: all m
+read the bank); a list, one per module of `stages`, lets every stage switch at its own. `delay=0` is synchronous
+training; `delay=d` takes every gradient d updates late; a list of delays is original PipeDream. `mismatch` gives the
+backward newer weights than the forward had, as an engine without stashing (PACI) does. On a GPU, update g is finished
+after the kernels of group g+1 that do not depend on it are queued: the host then never waits for the norm.
+
+`fuse` computes neighbouring microbatches that read the same weights as one. The mean over microbatches is then a mean
+over rows, equal to rounding for a loss that is a mean over its rows: for studies, where large batches are quicker.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UserError
-from slipstream.optim.corrections import Correction, build_correction
+from slipstream.optim.corrections import Correction, build_correction, check_mixed
 from slipstream.pipeline import state as states
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.graphs import Graphs, Recorder, check_current
-from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, check_loss, merged
+from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, as_predicate, check_loss, joined, merged
 from slipstream.pipeline.options import OptimizerFactory, Options
 from slipstream.pipeline.peers import Alone, Gradients
 from slipstream.pipeline.update import Updater, check_covers
 from slipstream.pipeline.versions import Prepare, Replica, Versions, check_layers, evaluating, split_shared
+from slipstream.schedule.cutover import Cutover, GivenCutover
 
 
 class Emulator:
@@ -43,6 +49,7 @@ class Emulator:
         delay: int | Sequence[int] = 1,
         *,
         synchronous: int | Callable[[int], bool] = 0,
+        cutover: GivenCutover | Sequence[int] = None,
         stages: Sequence[nn.Module] | None = None,
         mismatch: int | Sequence[int] = 0,
         bank_dtype: torch.dtype | None = None,
@@ -51,6 +58,7 @@ class Emulator:
         kwargs_chunk_spec: Mapping[str, ChunkSpec] | None = None,
         scale_grads: bool = True,
         recorder: Recorder | None = None,
+        fuse: bool = False,
     ) -> None:
         if (module is None) == (stages is None):
             raise UserError("Give the Emulator either a module or stages=[modules], not both.")
@@ -70,6 +78,9 @@ class Emulator:
             raise UserError(
                 "A recorded microbatch has one set of weights: drop the mismatch or the recorder."
             )
+        correction = build_correction(correction)
+        cutovers = _cutovers(cutover, delays, n_microbatches, as_predicate(synchronous))
+        _check_cutover(cutovers, cutover, delays, self.mismatches, correction)
         if recorder is not None:
             check_current(next((p.device for p in self._module.parameters()), torch.device("cpu")))
         self._options.check_module(self._module)
@@ -77,22 +88,25 @@ class Emulator:
         ties = split_shared(self._module)
         self.n_microbatches = n_microbatches
         self.loss_fn = loss_fn
-        flushed = self._options.flushed
+        self._fuse = fuse
         self._versions = [
-            Versions(part, flushed if late else _always, delay=late, bank_dtype=bank_dtype, prepare=prepare)
-            for part, late in zip(modules, delays, strict=True)
+            Versions(
+                part,
+                old,
+                delay=late,
+                looks_ahead=correction.looks_ahead,
+                bank_dtype=bank_dtype,
+                prepare=prepare,
+            )
+            for part, old, late in zip(modules, cutovers, delays, strict=True)
         ]
         self._accumulators = [Accumulator(v.master) for v in self._versions]
         dtypes = [p.dtype for v in self._versions for p in v.master.parameters]
-        self._graphs = (
-            Graphs(recorder, self._loss, dtypes, self._options.gradient_of_loss) if recorder else None
-        )
+        self._graphs = Graphs(recorder, self._loss, dtypes) if recorder else None
         names = [n for n, p in self._module.named_parameters() if p.requires_grad]
         peers = Alone(len(names), [[names.index(name) for name in tie] for tie in ties if tie[0] in names])
         self.optimizer = optimizer(self._module)
-        self._updater = Updater(
-            self._versions, self.optimizer, build_correction(correction), max_grad_norm, peers
-        )
+        self._updater = Updater(self._versions, self.optimizer, correction, max_grad_norm, peers)
         check_covers(self.optimizer, self._module, names, self._updater.parameters)
         # Groups that do not read the newest weights can be queued before the host knows the norm.
         self._in_slack = all(delays) and any(p.is_cuda for p in self._updater.parameters)
@@ -115,20 +129,23 @@ class Emulator:
         return self._updater.grad_norms
 
     def step(self, x: Any, y: Any = None, **kwargs: Any) -> list[Tensor]:
-        """One group: its m microbatches and its update. Returns the m losses, taken at the bank.
+        """One group: its m microbatches and its update. Returns the m losses, each at the weights it read.
 
         On a GPU the update may be pending still: `master` finishes it, the module that was handed in does not.
         """
         group, updater = self.group, self._updater
         updater.enter(group)
-        updater.finish(max(versions.reads(group).index for versions in self._versions) - 1)
+        losses: list[Tensor] = []
         chunks = self._options.cut(_flat((x,)), kwargs, y)
         try:
-            losses = [self._microbatch(group, chunk) for chunk in chunks]
+            for microbatch, count in self._cut(group, chunks):
+                index = len(losses)
+                updater.finish(max(versions.reads(group, index).index for versions in self._versions) - 1)
+                losses += [self._microbatch(group, index, count, microbatch)] * count
         except BaseException:
-            self._take(group)  # or the next step would count what the first microbatches left
+            self._take()  # or the next step would count what the first microbatches left
             raise
-        grads = self._take(group)
+        grads = self._take()
         updater.finish_all()
         updater.begin(group, grads)
         if not self._in_slack:
@@ -136,20 +153,29 @@ class Emulator:
         self.group += 1
         return losses
 
-    def _take(self, group: int) -> Gradients:
-        """The gradients collected so far; nothing is left behind."""
-        pairs = zip(self._versions, self._accumulators, strict=True)
-        return [g for versions, collected in pairs for g in collected.take(versions.replica(group))]
+    def _cut(self, group: int, chunks: list[Microbatch]) -> list[tuple[Microbatch, int]]:
+        """The microbatches and how many each stands for: those between two cutovers together where `fuse` says so."""
+        if not self._fuse:
+            return [(chunk, 1) for chunk in chunks]
+        cuts = sorted({versions.cutover(group) for versions in self._versions} | {0, len(chunks)})
+        return [(joined(chunks[first:end]), end - first) for first, end in pairwise(cuts)]
 
-    def _microbatch(self, group: int, microbatch: Microbatch) -> Tensor:
-        replicas = [versions.replica(group) for versions in self._versions]
-        loss = None
+    def _take(self) -> Gradients:
+        """The gradients collected so far; nothing is left behind."""
+        return [grad for collected in self._accumulators for grad in collected.take()]
+
+    def _microbatch(self, group: int, index: int, count: int, microbatch: Microbatch) -> Tensor:
+        """Forward and backward of a microbatch, which stands for `count` of them; its loss."""
+        replicas = [versions.replica(group, index) for versions in self._versions]
+        for replica, accumulator in zip(replicas, self._accumulators, strict=True):
+            accumulator.enter(replica)
+        loss, weight = None, count / self.n_microbatches if self._options.scale_grads else count
         if self._graphs is not None:
-            loss = self._graphs.run(group, self._updater.completed, replicas, microbatch)
+            loss = self._graphs.run(group, self._updater.completed, replicas, microbatch, weight)
         if loss is None:
             loss = self._loss(replicas, microbatch)
             with self._newer_weights(group) if any(self.mismatches) else contextlib.nullcontext():
-                loss.backward(torch.full_like(loss, self._options.gradient_of_loss))
+                loss.backward(torch.full_like(loss, weight))
             loss = loss.detach()
         for replica, accumulator in zip(replicas, self._accumulators, strict=True):
             accumulator.add(replica)
@@ -183,11 +209,13 @@ class Emulator:
                     parameter.data.copy_(weight)
 
     def eval(self, x: Any, y: Any = None, **kwargs: Any) -> list[Tensor] | list[Any]:
-        """Losses (or, with no target, outputs) of the m microbatches at the master, without gradients."""
+        """Losses (or, with no target, outputs) of the m microbatches (of all as one, where they are fused) at the
+        master, without gradients."""
         self._updater.finish_all()
         results: list[Any] = []
         with torch.no_grad(), evaluating(self._module):
-            for args, options, target in self._options.cut(_flat((x,)), kwargs, y):
+            parts = self._options.cut(_flat((x,)), kwargs, y)
+            for args, options, target in [joined(parts)] if self._fuse else parts:
                 output = _through([versions.master.call for versions in self._versions], args, options)
                 results.append(output if target is None else self.loss_fn(output, target).detach())
         return results if y is not None else [merged(results)]
@@ -225,8 +253,36 @@ class Emulator:
         self.group = state["group"]
 
 
-def _always(group: int) -> bool:
-    return True
+def _cutovers(
+    given: GivenCutover | Sequence[int],
+    delays: Sequence[int],
+    microbatches: int,
+    flushed: Callable[[int], bool],
+) -> list[Cutover]:
+    """The cutover of each stage; one without delay has nothing old."""
+    values = list(given) if isinstance(given, Sequence) else [given] * len(delays)
+    if len(values) != len(delays):
+        raise UserError(f"cutover={given!r}: give one, or one for each of the {len(delays)} stages.")
+    return [
+        Cutover(microbatches, (microbatches if value is None else value) if late else 0, flushed)
+        for value, late in zip(values, delays, strict=True)
+    ]
+
+
+def _check_cutover(
+    cutovers: Sequence[Cutover],
+    given: object,
+    delays: Sequence[int],
+    mismatches: Sequence[int],
+    correction: Correction,
+) -> None:
+    if given is not None and (set(delays) != {1} or any(mismatches)):
+        raise UserError(
+            f"cutover={given!r} is of PipeDream-2BW, where every stage is one update late: it does not go with "
+            f"delay={list(delays)} and mismatch={list(mismatches)}. Drop it, or those."
+        )
+    if any(cutover.mixed for cutover in cutovers):
+        check_mixed(correction)
 
 
 def _flat(args: tuple) -> tuple:

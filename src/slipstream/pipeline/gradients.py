@@ -2,7 +2,8 @@
 
 Where banks have the master's dtype, autograd's own accumulation in `.grad` is the sum. Where they are narrower
 (bf16), each microbatch's gradient is added to an accumulator of the master's dtype and `.grad` is dropped: a sum
-kept in bf16 would lose the small terms.
+kept in bf16 would lose the small terms. Where a group's fresh part reads another replica than its old part, the sum
+goes over to it: microbatch after microbatch, one sum, in their order.
 """
 
 from __future__ import annotations
@@ -22,8 +23,16 @@ class Accumulator:
 
     def __init__(self, master: Replica) -> None:
         self._dtypes = [p.dtype for p in master.parameters]
+        self._at: Replica | None = None  # the replica whose `.grad` holds the sum so far
         self._wide: dict[int, Tensor] = {}
         self._narrow: dict[int, list[int]] = {}  # by the replica's id: which of its parameters are narrower
+
+    def enter(self, replica: Replica) -> None:
+        """Before the backward of a microbatch that read `replica`."""
+        if self._at is not None and self._at is not replica:
+            for before, now in zip(self._at.parameters, replica.parameters, strict=True):
+                now.grad, before.grad = before.grad, None
+        self._at = replica
 
     def add(self, replica: Replica) -> None:
         """After the backward of a microbatch that read `replica`."""
@@ -50,9 +59,13 @@ class Accumulator:
             copy_(firsts, first_terms)
             add_(sums, terms)
 
-    def take(self, replica: Replica) -> Gradients:
-        """The group's gradients; what follows starts from nothing."""
+    def take(self, replica: Replica | None = None) -> Gradients:
+        """The group's gradients; what follows starts from nothing. `replica`: of the last microbatch, for those who
+        never call `enter`."""
+        replica, self._at = self._at or replica, None
         wide, self._wide = self._wide, {}
+        if replica is None:
+            return [None] * len(self._dtypes)
         grads: Gradients = []
         for i, parameter in enumerate(replica.parameters):
             grad, parameter.grad = parameter.grad, None

@@ -31,7 +31,7 @@ from slipstream.torch_private import tree_leaves, tree_map
 
 PLAIN_GROUPS = 2  # of each replica before it is recorded: by then everything is compiled
 # Each keeps the gradients of the whole model, twice. Stages of delays 7, 6, ..., 0 read 840 combinations of banks.
-MOST_RECORDINGS = 16
+MOST_RECORDINGS = 24
 
 Computed = tuple[Tensor, Gradients]  # loss and gradients of a microbatch
 Loss = Callable[[Sequence[Replica], Microbatch], Tensor]
@@ -86,18 +86,17 @@ class Recording:
 class Graphs:
     """The recordings of an emulator, made as its replicas come round."""
 
-    def __init__(
-        self, recorder: Recorder, loss: Loss, dtypes: Sequence[torch.dtype], gradient_of_loss: float
-    ) -> None:
+    def __init__(self, recorder: Recorder, loss: Loss, dtypes: Sequence[torch.dtype]) -> None:
         self._recorder: Recorder | None = recorder
-        self._loss, self._dtypes, self._seed = loss, list(dtypes), gradient_of_loss
+        self._loss, self._dtypes = loss, list(dtypes)
         self._recordings: dict[Hashable, Recording] = {}
         self._met: dict[Hashable, set[int]] = {}
 
     def run(
-        self, group: int, completed: int, replicas: Sequence[Replica], microbatch: Microbatch
+        self, group: int, completed: int, replicas: Sequence[Replica], microbatch: Microbatch, weight: float
     ) -> Tensor | None:
-        """The loss of a microbatch whose gradients have been added to `.grad`; None: compute it plainly.
+        """The loss of a microbatch whose gradients, times `weight`, have been added to `.grad`; None: compute it
+        plainly.
 
         `completed` updates are done, so gradients of the groups before are no longer needed.
         """
@@ -108,6 +107,7 @@ class Graphs:
         key = (
             tuple(id(replica) for replica in replicas),
             tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors),
+            weight,
         )
         recording = self._recordings.get(key)
         if recording is None:
@@ -117,7 +117,7 @@ class Graphs:
             met.add(group)
             if len(met) <= PLAIN_GROUPS:
                 return None
-            recording = self._record(replicas, microbatch, tensors)
+            recording = self._record(replicas, microbatch, tensors, weight)
             if recording is None:
                 return None
             self._recordings[key] = recording
@@ -129,14 +129,14 @@ class Graphs:
                 )
         if completed <= recording.group < group:  # a later one is of before an earlier state was loaded
             return None
-        recording.group = group
         copy_(recording.inputs, tensors)
         recording.replay()
-        self._collect(recording, [p for replica in replicas for p in replica.parameters])
+        if self._collect(recording, [p for replica in replicas for p in replica.parameters]):
+            recording.group = group
         return recording.loss.clone()
 
     def _record(
-        self, replicas: Sequence[Replica], microbatch: Microbatch, tensors: Sequence[Tensor]
+        self, replicas: Sequence[Replica], microbatch: Microbatch, tensors: Sequence[Tensor], weight: float
     ) -> Recording | None:
         assert self._recorder is not None
         parameters = [p for replica in replicas for p in replica.parameters]
@@ -149,7 +149,7 @@ class Graphs:
             # its own: those made before it would be of weights, and in memory, that are gone when it is replayed.
             torch.clear_autocast_cache()
             loss = self._loss(replicas, held)
-            seed = torch.full_like(loss, self._seed)
+            seed = torch.full_like(loss, weight)
             found = torch.autograd.grad(loss, parameters, seed, allow_unused=True)
             torch.clear_autocast_cache()  # nor may its own serve anyone else
             return loss.detach(), _own(found, parameters)
@@ -166,13 +166,14 @@ class Graphs:
             return None
         return Recording(inputs, loss, grads, replay)
 
-    def _collect(self, recording: Recording, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Into `.grad`, as autograd would: the first microbatch sets it, the others add to it."""
+    def _collect(self, recording: Recording, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Into `.grad`, as autograd would: the first microbatch sets it, the others add to it. Whether the recording's
+        own sums are what was set: the fresh part of a group goes on with those of its old part."""
         if all(p.dtype != d for p, d in zip(parameters, self._dtypes, strict=True)):
             # Narrow banks: added to wide sums before the next replay.
             for parameter, grad in zip(parameters, recording.grads, strict=True):
                 parameter.grad = grad
-            return
+            return False
         if not recording.sums:
             recording.sums = [None if g is None else torch.empty_like(g) for g in recording.grads]
         firsts, first_terms, sums, terms = [], [], [], []
@@ -190,6 +191,7 @@ class Graphs:
         with torch.no_grad():
             copy_(firsts, first_terms)
             add_(sums, terms)
+        return bool(firsts)
 
 
 def check_current(device: torch.device) -> None:

@@ -149,6 +149,16 @@ def presplit(
     ]
 
 
+def joined(microbatches: Sequence[Microbatch]) -> Microbatch:
+    """Some microbatches as one: the reverse of `split`."""
+    flat = [tree_flatten(microbatch) for microbatch in microbatches]
+    leaves = [
+        torch.cat(parts) if isinstance(parts[0], Tensor) and parts[0].ndim > 0 else parts[0]
+        for parts in zip(*(found for found, _ in flat), strict=True)
+    ]
+    return tree_unflatten(leaves, flat[0][1])
+
+
 def merged(outputs: Sequence[Any]) -> Any:
     """The outputs of all microbatches as one batch, also where they are tuples, lists or dictionaries of tensors."""
     if isinstance(outputs[0], Tensor):

@@ -2,9 +2,11 @@
 
 Stage s runs w_s forwards once, then F_k, B_{k-w_s} without end. `step` hands in one group of m microbatches and
 returns while its last ones are still in flight; `drain` lets them land. Which weights a microbatch reads is
-`staleness.reads`, held by `Versions`; what an update does is `update.py`, advanced between actions so that the
-norm, the reductions and the tied weights travel in the slack. Nothing here knows how a tensor travels
-(`transport.py`).
+`staleness.reads`, held by `Versions`: the first c of a group read the bank and the others the newest weights, for which
+a stage lets the backwards of the group before go first, then waits for its update. With c >= w_0 + 1 there is nothing
+left to let go and hardly anything to wait for; with c = 0 this is a flush. What an update does is `update.py`, advanced
+between actions so that the norm, the reductions and the tied weights travel in the slack. Nothing here knows how a
+tensor travels (`channel.py`, `in_stream.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from slipstream.errors import StageError, UserError
-from slipstream.optim.corrections import Correction, build_correction
+from slipstream.optim.corrections import Correction, build_correction, check_mixed
 from slipstream.optim.muon import Muon
 from slipstream.pipeline import state as states
 from slipstream.pipeline.board import PeerLost
@@ -48,6 +50,7 @@ from slipstream.pipeline.trace import Trace
 from slipstream.pipeline.update import Updater, no_optimizer
 from slipstream.pipeline.versions import Prepare, Replica, Versions, check_layers, evaluating, split_shared
 from slipstream.schedule.actions import Kind
+from slipstream.schedule.cutover import Cutover, GivenCutover, free_cutover
 from slipstream.schedule.timeline import Span
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
@@ -76,6 +79,7 @@ class Schedule2BW:
         max_grad_norm: float | None = None,
         *,
         synchronous: int | Callable[[int], bool] = 0,
+        cutover: GivenCutover = None,
         in_flight: int | None = None,
         bank_dtype: torch.dtype | None = None,
         tied: dict[str, str | Sequence[str]] | None = None,
@@ -102,12 +106,24 @@ class Schedule2BW:
         self._options = options
         self.n_microbatches = n_microbatches
         self.loss_fn = loss_fn
-        self._synchronous = options.flushed
+        correction = build_correction(correction)
+        if cutover is None:
+            least = free_cutover(count, n_microbatches)
+            cutover = n_microbatches if correction.corrects_gradient else least
+        self._cutover = Cutover(n_microbatches, cutover, options.flushed)
+        if self._cutover.mixed:
+            check_mixed(correction)
         on_host = self._stage.device.type == "cpu"
-        self._depth = Depth(self._stage.index, count, n_microbatches, in_flight, on_host)
+        self._depth = Depth(self._stage.index, count, n_microbatches, in_flight, on_host, self._cutover.most)
         ties = named_ties(tied, split_shared(module), module, self._stage.index)
         self._versions = Versions(
-            module, self._synchronous, bank_dtype=bank_dtype, prepare=prepare, ready=replicas
+            module,
+            self._cutover,
+            looks_ahead=correction.looks_ahead,
+            bank_dtype=bank_dtype,
+            prepare=prepare,
+            ready=replicas,
+            parks=self._stage.device.type != "cpu" and not correction.corrects_gradient,
         )
         if data_reduction == "sum":
             for replica in self._versions.replicas:
@@ -127,9 +143,8 @@ class Schedule2BW:
             refuse_to_save(self._versions)
         assert optimizer is not None
         self.optimizer = optimizer(module) if list(module.parameters()) else no_optimizer()
-        corrected = build_correction(correction)
-        check_optimizer(self._versions, self.optimizer, corrected, plan.rows)
-        self._updater = Updater([self._versions], self.optimizer, corrected, max_grad_norm, self._peers)
+        check_optimizer(self._versions, self.optimizer, correction, plan.rows)
+        self._updater = Updater([self._versions], self.optimizer, correction, max_grad_norm, self._peers)
         self._accumulator = Accumulator(self._versions.master)
         self._updater.wait_for = self._links.wait_for
         self._trace = Trace(self._stage.index, self._stage.device)
@@ -166,20 +181,21 @@ class Schedule2BW:
         microbatches = self._cut(args, kwargs, target, losses, (arg_mbs, kwarg_mbs, target_mbs))
         self._loss_kwargs = loss_kwargs or {}
         with self._guarded():
-            if self._synchronous(group):
-                self.drain()
+            cutover = self._cutover(group)
+            if cutover == 0:
+                self._await_weights(group, 0)
             self._updater.enter(group)
-            self._await_bank(group)
+            self._await_weights(group, 0)
             self._depth.adapt(group, self._updater.heard)
             results = []
             for index, microbatch in enumerate(microbatches):
+                if 0 < index == cutover:
+                    self._await_weights(group, index)
                 results.append(self._forward(group, index, microbatch, keep_output=return_outputs))
                 self._updater.advance()
                 if len(self._flight) > self._depth.warm_up:
                     self._backward()
             self.group += 1
-            if self._synchronous(group):
-                self.drain()
         if not self._stage.last:
             return None
         if losses is not None:
@@ -236,10 +252,10 @@ class Schedule2BW:
 
     def _forward(self, group: int, index: int, microbatch: Microbatch, keep_output: bool) -> tuple[Any, Any]:
         args, kwargs, target = microbatch
-        replica = self._versions.replica(group)
+        replica = self._versions.replica(group, index)
         more = index + 1 < self.n_microbatches
         inputs = list(args) if self._stage.first else self._links.receive_activations(group, index, more)
-        with self._trace.action(Kind.FORWARD, group, index, self._versions.reads(group).index):
+        with self._trace.action(Kind.FORWARD, group, index, self._versions.reads(group, index).index):
             output = self._stage.route.run(replica.call, inputs, kwargs)
             loss = self._loss(output, target) if self._stage.last else None
         outputs = [loss] if loss is not None else as_message(output)
@@ -268,9 +284,10 @@ class Schedule2BW:
         else:
             roots = [output for output in outputs if output.requires_grad]
             grads = self._links.receive_gradients(group, index)
-        with self._trace.action(Kind.BACKWARD, group, index, self._versions.reads(group).index):
-            last = index + 1 == self.n_microbatches
+        with self._trace.action(Kind.BACKWARD, group, index, self._versions.reads(group, index).index):
+            last = index + 1 in (self._cutover(group), self.n_microbatches)  # of those that read this replica
             before_backward(replica.shards, last)
+            self._accumulator.enter(replica)
             if roots:
                 torch.autograd.backward(roots, grads)
             self._accumulator.add(replica)
@@ -278,9 +295,10 @@ class Schedule2BW:
                 give_back(replica.shards)
         if not self._stage.first:
             self._links.send_gradients(group, inputs, keep=self.n_microbatches)
-        if last:
+        self._versions.park(group, index, self._updater.completed)
+        if index + 1 == self.n_microbatches:
             self._depth.tell(self._updater.tally, self._trace.pair_seconds)
-            self._updater.begin(group, self._accumulator.take(replica))
+            self._updater.begin(group, self._accumulator.take())
         else:
             self._updater.advance()
 
@@ -288,16 +306,20 @@ class Schedule2BW:
         assert self.loss_fn is not None
         return check_loss(self.loss_fn(output, target, **self._loss_kwargs))
 
-    def _await_bank(self, group: int) -> None:
-        """The group's weights come from update index - 1, which must be done, gathers and all."""
+    def _await_weights(self, group: int, microbatch: int) -> None:
+        """They come from update index - 1, which must be done, gathers and all, and its group's backwards before it:
+        a stage that waited first, with more in flight than come before the cutover, would wait for ever."""
+        update = self._versions.reads(group, microbatch).index - 1
+        while self._flight and self._flight[0].group <= update:
+            self._backward()
         try:
-            self._updater.finish(self._versions.reads(group).index - 1)
+            self._updater.finish(update)
         except PeerLost as error:
             lost = self._links.lost_neighbour()
             if lost is None:
                 raise
             raise StageError(
-                f"{error}. {lost} closed its connection before group {group}, microbatch 0."
+                f"{error}. {lost} closed its connection before group {group}, microbatch {microbatch}."
             ) from error
 
     # State ------------------------------------------------------------------------------------------------
@@ -382,6 +404,11 @@ class Schedule2BW:
     def grad_norms(self) -> dict[int, float]:
         """The gradient norm over all stages, before clipping, of recent groups."""
         return self._updater.grad_norms
+
+    @property
+    def cutover(self) -> Callable[[int], int]:
+        """How many microbatches of a group read the bank; the others read the newest weights."""
+        return self._cutover
 
     @property
     def in_flight(self) -> int:

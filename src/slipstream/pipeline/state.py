@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from slipstream.errors import CheckpointError, UserError
 from slipstream.lists import copy_
 from slipstream.pipeline.update import Updater
-from slipstream.pipeline.versions import Replica, Versions, local, sharded_as
+from slipstream.pipeline.versions import Part, Replica, Versions, local, sharded_as
 
 FORMAT = 2  # 1: banks went by the number of the group that reads them
 State = dict[str, Any]
@@ -72,6 +72,11 @@ def capture(updater: Updater, *, at_rest: bool = False) -> State:
                 state["memory"][name] = memory
         published = set(versions.banks())
         for group, replica in _banks_of(versions, updater.completed, at_rest).items():
+            if replica.freed:
+                raise UserError(
+                    f"The bank of group {group} is gone, as its old part is done. Call capture() in after_update, "
+                    "where the state at a boundary is whole, or state_dict(), which drains."
+                )
             bank = state["banks"].setdefault(bank_name(group - updater.completed), {})
             bank.update({name: replica.parameters[index].detach() for name, _, index in owned})
             state["published"][bank_name(group - updater.completed)] = group in published
@@ -147,26 +152,28 @@ def upgraded(state: State) -> State:
     return state | {"format": FORMAT, "fresh": False, "banks": banks, "published": dict.fromkeys(banks, True)}
 
 
-def _banks(versions: Versions, state: State) -> dict[int, dict[int, Tensor]]:
-    """What each group reads whose weights exist at this boundary, by the rule as it is now: parameter -> tensor.
+def _banks(versions: Versions, state: State) -> dict[Part, dict[int, Tensor]]:
+    """What each part of a group reads whose weights exist at this boundary, by the rule as it is now, by parameter.
 
-    Where `synchronous` or the delay is not what it was when the state was saved, a bank that was never published is
-    the master, as after a flush.
+    Where `synchronous`, the cutover or the delay is not what it was when the state was saved, a bank that was never
+    published is the master, as after a flush.
     """
     boundary = state["group"]
-    banks: dict[int, dict[int, Tensor]] = {}
+    banks: dict[Part, dict[int, Tensor]] = {}
     shared: dict[tuple, dict[int, Tensor]] = {}
     for group in range(boundary, boundary + versions.delay + 1):
         name = bank_name(group - boundary)
-        read, bank = versions.reads(group), state["banks"].get(name)
-        if read.index > boundary:
-            continue  # published later
-        if bank is None or read.kind == "master" or not state["published"].get(name, True):
-            bank = state["master"]
-        _require([versions.names[i] for i in versions.owned], bank, f"bank '{name}'")
-        tensors = {i: _fit(versions, bank, i) for i in versions.owned}
-        # Groups that read the same tensors share a replica.
-        banks[group] = shared.setdefault(tuple(t.data_ptr() for t in tensors.values()), tensors)
+        for part, read in versions.parts(group):
+            bank = state["banks"].get(name)
+            if read.index > boundary:
+                continue  # published later
+            newest = read.kind == "master" and read.index == boundary
+            if bank is None or newest or not state["published"].get(name, True):
+                bank = state["master"]
+            _require([versions.names[i] for i in versions.owned], bank, f"bank '{name}'")
+            tensors = {i: _fit(versions, bank, i) for i in versions.owned}
+            # Parts that read the same tensors share a replica.
+            banks[part] = shared.setdefault(tuple(t.data_ptr() for t in tensors.values()), tensors)
     return banks
 
 

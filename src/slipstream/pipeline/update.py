@@ -209,18 +209,25 @@ class Updater:
                 )  # fmt: skip
             waiting = next(rest, None)
             if waiting is None:
+                self._spend(grads)
                 self._publish(group, targets, previous, finite)
         if waiting is not None:  # the optimizer works in parts, and some are still under way
             yield from chain([waiting], rest)
             with self.timing(group):
+                self._spend(grads)
                 self._publish(group, targets, previous, finite)
+        del previous
         self._values.pop(group)
         self._entered.pop(group)
         torch.clear_autocast_cache()  # of a caller under autocast: its casts are of the weights before
-        for index in self.peers.owned:
-            self.parameters[index].grad = None
         for _, target in targets:
             yield from self.peers.gather(target.replica.weights)
+
+    def _spend(self, grads: Gradients) -> None:
+        """The gradients have been used: their memory is free for the weights that are now written."""
+        for index in self.peers.owned:
+            self.parameters[index].grad = None
+        grads.clear()
 
     def _publish(
         self,
@@ -231,6 +238,7 @@ class Updater:
     ) -> None:
         """Write z_{g+1} or b_{g+1} into every replica that will be read, as far as this rank owns it."""
         for (versions, target), old in zip(targets, previous, strict=True):
+            target.replica.allocate()
             banks = [target.replica.weights[i] for i in versions.owned]
             new = [versions.master.weights[i] for i in versions.owned]
             if finite and target.read.kind == "bank":
@@ -246,6 +254,7 @@ class Updater:
         if target.read.kind != "bank" or not self.correction.needs_previous:
             return None
         weights = versions.master.weights
+        target.replica.allocate()
         banks = target.replica.weights
         old = []
         for i in versions.owned:

@@ -1,10 +1,11 @@
-"""Two replicas and a master: which weights each group reads, and where the next bank is written.
+"""Replicas and a master: which weights each microbatch reads, and where the next ones are written.
 
 The master is the user's module; the optimizer owns it and no forward of training ever reads it. Replicas are
 real copies of the module, so that a forward and its backward see one set of tensors and nothing is swapped under
-autograd. Group g reads what `schedule.staleness.reads` says: z_g through a replica that holds a copy of the
+autograd. A microbatch reads what `schedule.staleness.reads` says: z_g through a replica that holds a copy of the
 master, or a bank. Invariant: a replica is written only when every group that reads it has finished its last
-backward, so `delay + 1` replicas are enough.
+backward, so `delay + 1` replicas are enough, and one more where a group has an old part and a fresh one and banks are
+not the master (b_{g-1}, z_g and b_g are then alive at once).
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from torch.distributed.tensor import DTensor
 from slipstream.errors import UserError
 from slipstream.lists import copy_
 from slipstream.pipeline.fsdp import sharded_modules
+from slipstream.schedule.cutover import Cutover
 from slipstream.schedule.staleness import Read, reads
 
 Prepare = Callable[[nn.Module], nn.Module | None]
-Synchronous = Callable[[int], bool]
+Part = tuple[
+    int, bool
+]  # of a group: its number, and whether it is the fresh part (z_g) or the old one (a bank)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -45,14 +49,28 @@ def sharded_as(parameter: Tensor, part: Tensor) -> Tensor:
 
 @dataclass
 class Replica:
-    """A module whose weights are a bank (or the master), and the groups that still read it."""
+    """A module whose weights are a bank (or the master), and the parts of groups that still read it."""
 
     module: nn.Module
     call: Callable[..., object]  # the module as `prepare` returned it: compiled, sharded
     parameters: list[nn.Parameter]
     weights: list[Tensor]  # the same storage, as plain local tensors
     shards: list[FSDPModule] = field(default_factory=list)  # its parts that FSDP2 shards
-    readers: set[int] = field(default_factory=set)
+    readers: set[Part] = field(default_factory=set)
+    freed: list[int] = field(default_factory=list)  # bytes of each weight's storage while it has none
+
+    def free(self) -> None:
+        """Give the memory of the weights back; the tensors stay, and mean nothing until they are written."""
+        if not self.freed:
+            storages = [weight.untyped_storage() for weight in self.weights]
+            self.freed = [storage.nbytes() for storage in storages]
+            for storage in storages:
+                storage.resize_(0)
+
+    def allocate(self) -> None:
+        for weight, size in zip(self.weights, self.freed, strict=True) if self.freed else ():
+            weight.untyped_storage().resize_(size)
+        self.freed = []
 
 
 @dataclass(frozen=True)
@@ -64,85 +82,144 @@ class Target:
 
 
 class Versions:
-    """The weights of one stage: `master`, and a replica for each group that is under way."""
+    """The weights of one stage: `master`, and a replica for each part of a group that is under way.
+
+    `looks_ahead`: the correction writes something else than the master into a bank. `parks`: a replica that nothing
+    reads any more gives its memory back until it is written again. Three replicas are then no more than two: when the
+    third is written the gradients of the update that wrote it are spent and gone, and as large.
+    """
 
     def __init__(
         self,
         master: nn.Module,
-        synchronous: Synchronous,
+        cutover: Cutover,
         *,
         delay: int = 1,
+        looks_ahead: bool = True,
         bank_dtype: torch.dtype | None = None,
         prepare: Prepare | None = None,
         ready: Sequence[nn.Module] | None = None,
+        parks: bool = False,
     ) -> None:
         """`ready`: the replicas themselves, laid out as the master is; else they are copies of it, each prepared before
         the next is made, so that one that is to be sharded is never whole beside another."""
         self.module = master
         self.delay = delay
-        self.synchronous = synchronous
+        self.cutover = cutover
+        self._one_kind = cutover.mixed and not looks_ahead  # a bank is the master: they share a replica
         self.names = [name for name, p in master.named_parameters() if p.requires_grad]
         caches = _caches(master)  # here, under their own names: `prepare` may wrap layers
         without_values = ready is not None or any(p.is_meta for p in master.parameters())
+        count = delay + 2 if cutover.mixed and looks_ahead else delay + 1
         self.replicas = (
-            [_replica(copy.deepcopy(master), bank_dtype, prepare) for _ in range(delay + 1)]
+            [_replica(copy.deepcopy(master), bank_dtype, prepare) for _ in range(count)]
             if ready is None
             else [_replica(module, None, None) for module in ready]
         )
         self.master = _replica(master, None, prepare)
-        check_replicas(self.master, self.replicas, delay + 1, bank_dtype if ready is not None else None)
+        check_replicas(self.master, self.replicas, count, bank_dtype if ready is not None else None)
         if without_values:
             for replica in self.replicas:
                 copy_fixed(self.master.module, replica.module)
         self.owned = list(range(len(self.names)))  # fewer where the optimizer is sharded
         self.partial = False  # the master holds what is owned, and nothing for the rest
-        self._reading: dict[int, Replica] = {}
+        self._reading: dict[Part, Replica] = {}
         self.buffers = [name for name, _ in master.named_buffers() if name not in caches]
         self._unchecked = [name for name in self.buffers if name not in _caches(master)]
+        # FSDP2 keeps views of its shards' memory; those are small.
+        cut = any(isinstance(p, DTensor) for p in self.master.parameters)
+        self._parks = parks and len(self.replicas) > delay + 1 and not cut
         self.targets(0)
         self.spread()
 
     def spread(self) -> None:
-        """Before the first group: every replica as the master is."""
+        """Before the first group: every replica that is read as the master is."""
         for replica in self.replicas:
-            copy_(replica.weights, self.master.weights)
+            if self._parks and not replica.readers:
+                replica.free()
+            else:
+                copy_(replica.weights, self.master.weights)
 
-    def reads(self, group: int) -> Read:
-        """What `group` reads: the master or the bank of an index."""
-        return reads(group, self.synchronous, self.delay)
+    def reads(self, group: int, microbatch: int) -> Read:
+        """What a microbatch reads: the master or the bank of an index."""
+        return reads(group, microbatch, self.cutover, self.delay)
 
-    def replica(self, group: int) -> Replica:
-        """The replica that `group` reads; it has been published."""
-        return self._reading[group]
+    def parts(self, group: int) -> list[tuple[Part, Read]]:
+        """The parts of a group that have a microbatch, and what each reads; banks that are the master go as it."""
+        old, count = self.cutover(group), self.cutover.microbatches
+        firsts = [
+            (fresh, first) for fresh, first, end in ((False, 0, old), (True, old, count)) if first < end
+        ]
+        return [((group, fresh), self._kind(self.reads(group, first))) for fresh, first in firsts]
+
+    def _kind(self, read: Read) -> Read:
+        # b_0 is z_0, so the readers of both share a replica.
+        return Read("master", read.index) if read.index == 0 or self._one_kind else read
+
+    def replica(self, group: int, microbatch: int = 0) -> Replica:
+        """The replica that a microbatch of `group` reads; it has been published."""
+        return self._reading[group, microbatch >= self.cutover(group)]
 
     def release(self, group: int) -> None:
-        """The last backward of `group` is done: nothing of it reads its replica any more."""
-        replica = self._reading.pop(group)
-        replica.readers.discard(group)
-        refuse_changed_buffers(self._unchecked, self.module, replica.module)
+        """The last backward of `group` is done: nothing of it reads its replicas any more."""
+        for part in ((group, False), (group, True)):
+            replica = self._reading.pop(part, None)
+            if replica is not None:
+                replica.readers.discard(part)
+                refuse_changed_buffers(self._unchecked, self.module, replica.module)
         self._unchecked = []  # the first group tells
 
     def targets(self, index: int) -> list[Target]:
-        """Where z_index and b_index go, and note their readers. Called once for each index, in order."""
-        wanted: dict[Read, list[int]] = {}
-        last = index + self.delay
-        for group in range(index, last + 1):
-            read = self.reads(group)
-            if read.index == index:
-                # b_0 is z_0, so the readers of both share a replica.
-                wanted.setdefault(Read("master", 0) if index == 0 else read, []).append(group)
-        found = []
-        for read, groups in wanted.items():
-            replica = next(r for r in self.replicas if not r.readers)
-            replica.readers.update(groups)
-            for group in groups:
-                self._reading[group] = replica
-            found.append(Target(replica, read))
-        return found
+        """Where z_index and b_index go, and note their readers. Called once for each index, in order. A replica that
+        was freed has yet to be allocated: whoever writes it knows when."""
+        wanted: dict[Read, list[Part]] = {}
+        for group in range(index, index + self.delay + 1):
+            for part, read in self.parts(group):
+                if read.index == index:
+                    wanted.setdefault(read, []).append(part)
+        return [self._assign(read, parts) for read, parts in wanted.items()]
+
+    def _assign(
+        self,
+        read: Read,
+        parts: Sequence[Part],
+        replica: Replica | None = None,
+        taken: Sequence[Replica] = (),
+    ) -> Target:
+        """`replica`: the one to take; else one that has no readers and is not among `taken`."""
+        # Banks from the front and masters from the back: each kind keeps its replicas, and what is recorded of them.
+        order = self.replicas if read.kind == "bank" else reversed(self.replicas)
+        if replica is None:
+            replica = next(r for r in order if not r.readers and not any(r is other for other in taken))
+        replica.readers.update(parts)
+        for part in parts:
+            self._reading[part] = replica
+        return Target(replica, read)
+
+    def park(self, group: int, microbatch: int, completed: int) -> None:
+        """The backward of a microbatch is done: free the replicas that no later one reads.
+
+        A group's bank stays until the update before it is `completed`: a state captured then has to have it.
+        """
+        if not self._parks:
+            return
+        for replica in self.replicas:
+            if replica.readers and all(
+                self._is_done(part, group, microbatch) and completed >= part[0] for part in replica.readers
+            ):
+                replica.free()
+
+    def _is_done(self, part: Part, group: int, microbatch: int) -> bool:
+        last = self.cutover.microbatches if part[1] else self.cutover(part[0])
+        return (part[0], last - 1) <= (group, microbatch)
 
     def banks(self) -> dict[int, Replica]:
-        """The replica of each group that has its weights and is not finished."""
-        return dict(self._reading)
+        """The replica of each group that has its weights and is not finished; of two parts the old one's.
+
+        What the fresh part of such a group reads is the master.
+        """
+        found = {group: replica for (group, fresh), replica in self._reading.items() if fresh}
+        return found | {group: replica for (group, fresh), replica in self._reading.items() if not fresh}
 
     def apart(self, boundary: int) -> dict[int, Replica]:
         """A replica for each group from `boundary` on, shared with no other; what is not published yet has one too.
@@ -151,43 +228,52 @@ class Versions:
         """
         found: dict[int, Replica] = {}
         for group in range(boundary, boundary + self.delay + 1):
-            replica = self._reading.get(group)
-            if replica is None or any(replica is taken for taken in found.values()):
-                free = next(
-                    r
-                    for r in self.replicas
-                    if not r.readers and not any(r is taken for taken in found.values())
-                )
+            replica = self.banks().get(group)
+            taken = [id(other) for other in found.values()]
+            if replica is None or id(replica) in taken:
+                free = next(r for r in self.replicas if not r.readers and id(r) not in taken)
+                free.allocate()
                 if replica is not None:
                     copy_(free.weights, replica.weights)
-                    replica.readers.discard(group)
-                    free.readers.add(group)
-                    self._reading[group] = free
+                    self._move(group, replica, free)
                 replica = free
             found[group] = replica
         return found
 
-    def restore(self, banks: dict[int, dict[int, Tensor]]) -> None:
-        """Take saved banks (parameter -> tensor), by the group that reads them; groups that share one share a replica.
+    def _move(self, group: int, source: Replica, target: Replica) -> None:
+        for part in ((group, False), (group, True)):
+            if self._reading.get(part) is source:
+                source.readers.discard(part)
+                target.readers.add(part)
+                self._reading[part] = target
 
-        A bank may be a replica's own memory, loaded in place: it stays where it is.
+    def restore(self, weights: dict[Part, dict[int, Tensor]]) -> None:
+        """Take saved weights (parameter -> tensor), by the part that reads them; parts that share them share a replica.
+
+        They may be a replica's own memory, loaded in place: they stay where they are.
         """
         for replica in self.replicas:
             replica.readers.clear()
         self._reading = {}
-        holders: dict[int, Replica] = {}
-        for bank in {id(bank): bank for bank in banks.values()}.values():
-            own = next((r for r in self.replicas if _same_memory(r.weights, bank)), None)
-            if own is not None:
-                holders[id(bank)] = own
-        for group, bank in banks.items():
-            if id(bank) not in holders:
-                taken = list(holders.values())
-                holders[id(bank)] = next(r for r in self.replicas if not any(r is held for held in taken))
-            replica = holders[id(bank)]
-            replica.readers.add(group)
-            self._reading[group] = replica
-            copy_([replica.weights[i] for i in bank], list(bank.values()))
+        shared: dict[int, list[Part]] = {}
+        for part, tensors in weights.items():
+            shared.setdefault(id(tensors), []).append(part)
+        own = {
+            parts[0]: replica
+            for parts in shared.values()
+            for replica in self.replicas
+            if _same_memory(replica.weights, weights[parts[0]])
+        }
+        for parts in shared.values():
+            kind = "master" if all(fresh for _, fresh in parts) else "bank"
+            others = [replica for part, replica in own.items() if part != parts[0]]
+            replica = self._assign(Read(kind, 0), parts, own.get(parts[0]), others).replica
+            replica.allocate()
+            tensors = weights[parts[0]]
+            copy_([replica.weights[i] for i in tensors], list(tensors.values()))
+        for replica in self.replicas if self._parks else ():
+            if not replica.readers:
+                replica.free()
 
 
 def _same_memory(weights: Sequence[Tensor], bank: dict[int, Tensor]) -> bool:
@@ -200,7 +286,9 @@ def check_replicas(
 ) -> None:
     """Everything has values, and every replica is laid out as the master."""
     if len(replicas) != count:
-        raise UserError(f"There are {len(replicas)} ready replicas; the delay calls for {count}.")
+        raise UserError(
+            f"There are {len(replicas)} ready replicas; the delay, the cutover and the correction call for {count}."
+        )
     for replica in (master, *replicas):
         for name, parameter in replica.module.named_parameters():
             if parameter.is_meta:

@@ -59,8 +59,8 @@ def explain(plan: Plan) -> list[str]:
         lines.append(_break_even(plan, asynchronous, synchronous))
     if penalty := plan.penalty:
         lines.append(
-            f"Token penalty used: {penalty.penalty:g} ({penalty.optimizer}, {penalty.correction}; "
-            f"{penalty.source})."
+            f"Token penalty used: {penalty.penalty:g} where all of a group is old, less where a part is "
+            f"({penalty.optimizer}, {penalty.correction}; {penalty.source})."
         )
     return lines
 
@@ -86,11 +86,20 @@ def _verdict(plan: Plan) -> str:
     net = asynchronous.score / synchronous.score
     compared = (
         f"2BW runs {faster:.3f}x the tokens/s of the fastest synchronous layout "
-        f"({synchronous.shape.schedule}), net {net:.3f}x after the token penalty of {asynchronous.penalty:g}"
+        f"({synchronous.shape.schedule}), net {net:.3f}x after the token penalty of {asynchronous.penalty:.4g}"
+        f"{_old_part(asynchronous)}"
     )
     if net > 1.0:
         return f"Asynchrony pays: {compared}."
     return f"Asynchrony does not pay here: {compared}."
+
+
+def _old_part(layout: Layout) -> str:
+    """How much of each update is late, which is what the penalty is for."""
+    shape = layout.shape
+    if shape.cutover is None or shape.cutover == shape.microbatches:
+        return " of gradients that are all one update old"
+    return f" ({shape.cutover} of {shape.microbatches} microbatches are one update old)"
 
 
 def _memory_sentence(plan: Plan) -> str:
@@ -162,6 +171,8 @@ def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
     }
     if shape.asynchronous:
         chosen["optim"]["correction"] = correction
+        if shape.cutover is not None:
+            chosen["pipeline"]["cutover"] = shape.cutover
         if start:
             chosen["optim"]["sync_start"] = SYNC_START
     if shape.stages > 1:

@@ -69,6 +69,7 @@ class Layout:
 
     @property
     def delay(self) -> int:
+        """Updates by which the oldest gradient is late; a share `shape.old` of them is."""
         return 1 if self.shape.asynchronous else 0
 
     @property
@@ -136,4 +137,6 @@ def describe(shape: Shape) -> str:
         words.append("stages spread over nodes")
     if shape.in_flight:
         words.append(f"{shape.in_flight} in flight")
+    if shape.cutover is not None:
+        words.append(f"cutover {shape.cutover}")
     return ", ".join(words)

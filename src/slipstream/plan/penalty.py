@@ -4,7 +4,9 @@
     net gain     = speed-up / penalty
 
 The table ships in penalty.json. An entry is chosen by optimizer and correction, then by the least distance
-|log batch ratio| + |log model ratio|; its source is shown with every plan, because it decides the answer.
+|log batch ratio| + |log model ratio|; its source is shown with every plan, because it decides the answer. With a
+cutover only a share of a group is old: entries measured at that place with other shares are points of a curve from
+(0, 1), linear between them (`penalty_at`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
+from itertools import pairwise
 from math import inf, log
 from pathlib import Path
 
@@ -37,6 +40,7 @@ class Penalty:
     parameters: float
     source: str = ""
     gap: float | None = None
+    old: float = 1.0  # the share of a group's microbatches that are late: c / m, 1 is 2BW as published
 
     def __post_init__(self) -> None:
         if not (1.0 <= self.penalty < inf and 0 < self.batch_tokens < inf and 0 < self.parameters < inf):
@@ -44,6 +48,8 @@ class Penalty:
                 f"A token penalty entry is out of range: penalty {self.penalty} (at least 1), batch_tokens "
                 f"{self.batch_tokens} and parameters {self.parameters} (above 0)."
             )
+        if not 0 < self.old <= 1:
+            raise UserError(f"A token penalty entry is out of range: old {self.old} (above 0, at most 1).")
 
 
 def load_penalties(path: str | Path | None = None) -> tuple[Penalty, ...]:
@@ -69,7 +75,7 @@ def load_penalties(path: str | Path | None = None) -> tuple[Penalty, ...]:
 def write_penalties(path: Path, measured: Sequence[Penalty]) -> list[Penalty]:
     """Put `measured` at the head of the table at `path` (made if there is none); the entries they replace.
 
-    An entry is replaced by one for the same optimizer, correction, batch and model, to 5 % in size.
+    An entry is replaced by one for the same optimizer, correction, old part, batch and model, to 5 % in size.
     """
     table = {"about": _ABOUT, "entries": []}
     if path.exists():
@@ -87,15 +93,32 @@ def write_penalties(path: Path, measured: Sequence[Penalty]) -> list[Penalty]:
 
 
 def same_place(one: Penalty, other: Penalty) -> bool:
+    return _same_setting(one, other) and abs(one.old - other.old) < 0.02
+
+
+def _same_setting(one: Penalty, other: Penalty) -> bool:
     sizes = ((one.batch_tokens, other.batch_tokens), (one.parameters, other.parameters))
     return (one.optimizer, one.correction) == (other.optimizer, other.correction) and all(
         abs(log(a / b)) < log(1.05) for a, b in sizes
     )
 
 
+def penalty_at(table: Sequence[Penalty], entry: Penalty, old: float) -> float:
+    """The penalty where a share `old` of each group is late: between the points measured where `entry` was; 1 at 0."""
+    points = {0.0: 1.0, **{found.old: found.penalty for found in table if _same_setting(found, entry)}}
+    points[entry.old] = entry.penalty
+    known = sorted(points.items())
+    for (low, below), (high, above) in pairwise(known):
+        if old <= high:
+            return below + (above - below) * (old - low) / (high - low)
+    return known[-1][1]
+
+
 def _entry_text(entry: Penalty) -> str:
     """Figures on one line, their source on the next."""
     values = {key: value for key, value in asdict(entry).items() if value is not None and key != "source"}
+    if values["old"] == 1:
+        del values["old"]
     figures = ", ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())
     return f'    {{{figures},\n     "source": {json.dumps(entry.source, ensure_ascii=False)}}}'
 
@@ -103,11 +126,12 @@ def _entry_text(entry: Penalty) -> str:
 def find_penalty(
     table: Sequence[Penalty], optimizer: str, correction: str, batch_tokens: float, parameters: float
 ) -> Penalty:
-    """The entry nearest to the job; an optimizer or correction without one is an error, not a guess."""
-    mine = [entry for entry in table if (entry.optimizer, entry.correction) == (optimizer, correction)]
+    """The entry of whole groups nearest to the job; an optimizer or correction without one is an error, not a guess."""
+    whole = [entry for entry in table if entry.old == 1]
+    mine = [entry for entry in whole if (entry.optimizer, entry.correction) == (optimizer, correction)]
     if not mine:
-        of_it = [entry for entry in table if entry.optimizer == optimizer]
-        known = sorted({f"{entry.optimizer} with {entry.correction}" for entry in of_it or table})
+        of_it = [entry for entry in whole if entry.optimizer == optimizer]
+        known = sorted({f"{entry.optimizer} with {entry.correction}" for entry in of_it or whole})
         raise UserError(
             f"The penalty table has no entry for {optimizer} with correction {correction}. It has: "
             f"{'; '.join(known)}. Choose one of these, or give your own table with --penalty FILE."

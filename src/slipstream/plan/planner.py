@@ -1,6 +1,7 @@
 """The search: every layout that fits, ranked by predicted time to loss.
 
-    score = tokens per second / token penalty        (penalty 1 for every synchronous schedule)
+    score = tokens per second / token penalty        (penalty 1 for every synchronous schedule, and for 2BW that of
+                                                      the share of microbatches its layout cannot but have old)
 
 Closed forms rank all shapes; the best few of every schedule are then simulated, so that the figures shown
 are the simulator's. Invariant: a layout in a plan fits in memory on every rank, cuts the layers without rest
@@ -18,8 +19,8 @@ from slipstream.models.sizes import active_parameters, flops_per_token, paramete
 from slipstream.plan.candidates import Cut, Fitter, shapes
 from slipstream.plan.layout import Job, Layout, Plan, describe, runs
 from slipstream.plan.memory import StageMemory, state_bytes
-from slipstream.plan.penalty import Penalty, find_penalty
-from slipstream.plan.throughput import Shape, StageTimes, estimate, simulated
+from slipstream.plan.penalty import Penalty, find_penalty, penalty_at
+from slipstream.plan.throughput import Shape, StageTimes, estimate, simulated, with_cutover
 from slipstream.schedule.generate import GENERATORS, canonical
 
 SIMULATED_PER_SCHEDULE = 3
@@ -82,6 +83,10 @@ def _layout(
     times: StageTimes,
     penalty: Penalty | None,
 ) -> Layout:
+    mixes = (
+        "delay_compensation" not in job.correction
+    )  # it needs all of a group's gradients taken at one bank
+    shape = with_cutover(times, shape) if mixes else shape
     speed = simulated(times, shape, job.cluster.jitter)
     rate = job.batch_tokens / speed.seconds
     peak = job.cluster.devices * job.cluster.device.peak_flops
@@ -93,7 +98,7 @@ def _layout(
         speed=speed,
         tokens_per_second=rate,
         mfu=rate * flops_per_token(job.config, job.sequence) / peak,
-        penalty=penalty.penalty if penalty and shape.asynchronous else 1.0,
+        penalty=penalty_at(job.penalties, penalty, shape.old) if penalty and shape.asynchronous else 1.0,
     )
 
 

@@ -19,6 +19,7 @@ from slipstream.plan.devices import FREE, Device, Runtime
 from slipstream.plan.memory import Precision
 from slipstream.plan.parts import Model, Part, stage_parts, stage_seconds
 from slipstream.schedule.costs import Costs
+from slipstream.schedule.cutover import free_cutover
 from slipstream.schedule.generate import GENERATORS, build
 from slipstream.schedule.simulate import simulate
 
@@ -75,6 +76,14 @@ class Shape:
     shard_optimizer: bool = False
     pipeline_inside: bool = True
     in_flight: int | None = None
+    cutover: int | None = None  # microbatches that read old weights; None: all
+
+    @property
+    def old(self) -> float:
+        """The share of an update's microbatches that are one update late."""
+        if not self.asynchronous:
+            return 0.0
+        return 1.0 if self.cutover is None else self.cutover / self.microbatches
 
     @property
     def asynchronous(self) -> bool:
@@ -212,8 +221,21 @@ def _groups(shape: Shape) -> int:
     return 6 if shape.asynchronous else 2  # a barrier ends every synchronous group: all are alike
 
 
+def with_cutover(times: StageTimes, shape: Shape) -> Shape:
+    """The shape with the least cutover that is free: the warm-up, and the pairs in which the other ranks are heard of.
+
+    The optimizer's own step takes a stage's time wherever it stands, so it asks for no pairs."""
+    if not shape.asynchronous:
+        return shape
+    slack = max(1, ceil(costs(times, shape).update_latency / max(rank_pairs(times, shape))))
+    return replace(shape, cutover=free_cutover(shape.stages, shape.microbatches, shape.in_flight, slack))
+
+
 def _period(shape: Shape, microbatches: int, given: Costs) -> float:
-    options = {"in_flight": shape.in_flight} if shape.in_flight is not None else {}
+    asked = {"in_flight": shape.in_flight, "cutover": shape.cutover}
+    if shape.cutover is not None:  # of fewer microbatches, as many old ones
+        asked["cutover"] = min(shape.cutover, microbatches)
+    options = {key: value for key, value in asked.items() if value is not None}
     schedule = build(shape.schedule, shape.stages, microbatches, _groups(shape), **options)
     return simulate(schedule, given).time_per_update
 

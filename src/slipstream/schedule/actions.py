@@ -70,6 +70,7 @@ class Schedule:
     chunks: int = 1
     weights: Weights = Weights.NEWEST
     synchronous: bool = True  # every group ends at a barrier
+    cutover: int | None = None  # of 2BW: how many microbatches of a group read the bank; None: all
 
     @property
     def model_stages(self) -> int:
@@ -79,6 +80,10 @@ class Schedule:
     def shared_update(self) -> bool:
         """Whether all stages publish version g+1 together (a barrier, or the global norm of 2BW)."""
         return self.synchronous or self.weights is Weights.BANKS
+
+    def old_part(self, group: int) -> int:
+        """How many microbatches of `group` read the bank."""
+        return self.microbatches if self.cutover is None else self.cutover
 
     def placement(self) -> dict[int, int]:
         """Model stage -> the rank that runs it."""
@@ -96,7 +101,7 @@ def to_text(schedule: Schedule) -> str:
     header = (
         f"{_HEADER} name={s.name} stages={s.stages} microbatches={s.microbatches} groups={s.groups} "
         f"chunks={s.chunks} weights={s.weights.value} synchronous={int(s.synchronous)}"
-    )
+    ) + ("" if s.cutover is None else f" cutover={s.cutover}")
     return "\n".join([header, *(" ".join(map(str, actions)) for actions in s.ranks)]) + "\n"
 
 
@@ -118,6 +123,7 @@ def from_text(text: str) -> Schedule:
             chunks=int(fields["chunks"]),
             weights=Weights(fields["weights"]),
             synchronous=bool(int(fields["synchronous"])),
+            cutover=int(fields["cutover"]) if "cutover" in fields else None,
         )
     except (KeyError, ValueError) as error:
         raise UserError(f"The schedule's first line cannot be read: {error}. It was {header!r}.") from None

@@ -10,6 +10,8 @@ They differ in the weights they read and in when they step, not in this order:
 
 from __future__ import annotations
 
+from collections import deque
+
 from slipstream.errors import UserError
 from slipstream.schedule.actions import Action, Kind
 
@@ -26,14 +28,16 @@ def paci(stages: int, microbatches: int, groups: int, every: int | None = None) 
 
 
 def pipedream_2bw(
-    stages: int, microbatches: int, groups: int, in_flight: int | None = None
+    stages: int, microbatches: int, groups: int, in_flight: int | None = None, cutover: int | None = None
 ) -> list[list[Action]]:
-    """PipeDream-2BW with `in_flight` microbatches on stage 0 (P by default; more hides link latency)."""
+    """PipeDream-2BW with `in_flight` microbatches on stage 0 (P by default; more hides link latency).
+
+    `cutover`: microbatches from this one on read the newest weights. Before the first of them a stage lets the
+    backwards of the group before go first, which is a part of a flush where the cutover is below the warm-up.
+    """
     warm_ups = warm_up_2bw(stages, microbatches, in_flight)
-    return [
-        _rank(stage, microbatches, groups, warm_up, every=microbatches)
-        for stage, warm_up in enumerate(warm_ups)
-    ]
+    old = microbatches if cutover is None else cutover
+    return [_rank_2bw(stage, microbatches, groups, warm_up, old) for stage, warm_up in enumerate(warm_ups)]
 
 
 def warm_up_2bw(stages: int, microbatches: int, in_flight: int | None = None) -> list[int]:
@@ -53,6 +57,31 @@ def warm_up_2bw(stages: int, microbatches: int, in_flight: int | None = None) ->
     if stages == 1:
         return [in_flight - 1]
     return [-(-(in_flight - 1) * (stages - 1 - s) // (stages - 1)) for s in range(stages)]
+
+
+def _rank_2bw(stage: int, microbatches: int, groups: int, warm_up: int, cutover: int) -> list[Action]:
+    """One stage's order, as the engine runs it: backwards are due when more than the warm-up are in flight, or when the
+    next forward reads the weights that they make."""
+    order: list[Action] = []
+    flight: deque[tuple[int, int]] = deque()
+
+    def backward() -> None:
+        group, microbatch = flight.popleft()
+        order.append(Action(Kind.BACKWARD, stage, microbatch, group))
+        if microbatch + 1 == microbatches:
+            order.append(Action(Kind.UPDATE, stage, None, group))
+
+    for group in range(groups):
+        for microbatch in range(microbatches):
+            while microbatch == cutover and flight and flight[0][0] < group:
+                backward()
+            order.append(Action(Kind.FORWARD, stage, microbatch, group))
+            flight.append((group, microbatch))
+            if len(flight) > warm_up:
+                backward()
+    while flight:
+        backward()
+    return order
 
 
 def _rank(stage: int, microbatches: int, groups: int, warm_up: int, every: int) -> list[Action]:

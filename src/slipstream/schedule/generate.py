@@ -44,7 +44,11 @@ GENERATORS: dict[str, Generator] = {
         asynchronous.pipedream, "no flush, weight stashing, delay P-1-s", Weights.STASH, synchronous=False
     ),
     "pipedream_2bw": Generator(
-        asynchronous.pipedream_2bw, "no flush, two banks, delay 1", Weights.BANKS, False, ("in_flight",)
+        asynchronous.pipedream_2bw,
+        "no flush, two banks, delay 1 up to the cutover",
+        Weights.BANKS,
+        False,
+        ("in_flight", "cutover"),
     ),
     "paci": Generator(asynchronous.paci, "no flush, no stash", Weights.NEWEST, False, ("every",)),
 }
@@ -64,13 +68,19 @@ def canonical(name: str) -> str:
 def build(name: str, stages: int, microbatches: int, groups: int = 1, **options: int | None) -> Schedule:
     """The schedule `name` on `stages` ranks, `groups` updates of `microbatches` each.
 
-    Options: `chunks` (interleaved_1f1b), `in_flight` (pipedream_2bw), `every` (paci). None means the default;
-    an option the schedule does not take is an error.
+    Options: `chunks` (interleaved_1f1b), `in_flight` and `cutover` (pipedream_2bw), `every` (paci). None means the
+    default (of a cutover: all microbatches, as PipeDream-2BW has it); an option the schedule does not take is an error.
     """
     full = canonical(name)
     generator = GENERATORS[full]
     given = {key: value for key, value in options.items() if value is not None}
-    _check_counts(stages=stages, microbatches=microbatches, groups=groups, **given)
+    old = given.get("cutover")
+    _check_counts(stages=stages, microbatches=microbatches, groups=groups, **(given | {"cutover": old or 1}))
+    if old is not None and not old <= microbatches:
+        raise UserError(
+            f"A cutover of {old} does not fit into {microbatches} microbatches: give how many of them read old "
+            f"weights, from 0 (every group waits for the update before it) to {microbatches}."
+        )
     for key in given:
         if key not in generator.options:
             takers = [other for other, entry in GENERATORS.items() if key in entry.options]
@@ -92,6 +102,7 @@ def build(name: str, stages: int, microbatches: int, groups: int = 1, **options:
             chunks=chunks,
             weights=generator.weights,
             synchronous=generator.synchronous,
+            cutover=old,
         )
     )
 

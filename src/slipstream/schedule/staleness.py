@@ -1,9 +1,12 @@
 """Which weights each microbatch reads and which update it feeds: the only definition of delay.
 
-The rule of 2BW (`reads`), with z_g the master before update g and b_g the bank published with it:
+The rule (`reads`), with z_g the master before update g, b_g the bank published with it, and c_g the group's cutover
+(`cutover.py`: m is 2BW, 0 is synchronous):
 
-    group g reads z_g           if g or g-1 is synchronous (group -1 is)
-    group g reads b_max(g-d, 0) otherwise, d = 1 in the pipeline
+    microbatch k of group g reads b_max(g-d, 0)  if k < c_g, d = 1 in the pipeline   (the old part)
+                                  z_g            otherwise                           (the fresh part)
+
+b_0 is z_0, so group 0 reads z_0 whatever its cutover.
 
 The delay of a microbatch is u - v: it was computed on version v and is applied to version u, where a
 version counts the stage's updates. Mismatch is the backward's version minus the forward's.
@@ -21,15 +24,15 @@ from slipstream.schedule.actions import Action, Kind, Schedule, Weights
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The weights a group reads: the master z_index or the bank b_index."""
+    """The weights a microbatch reads: the master z_index or the bank b_index."""
 
     kind: Literal["master", "bank"]
     index: int
 
 
-def reads(group: int, synchronous: Callable[[int], bool], delay: int = 1) -> Read:
-    """What group `group` reads, when `synchronous(g)` says which groups are flushed."""
-    if group == 0 or synchronous(group) or synchronous(group - 1):
+def reads(group: int, microbatch: int, cutover: Callable[[int], int], delay: int = 1) -> Read:
+    """What microbatch `microbatch` of group `group` reads, when `cutover(g)` of each group are old."""
+    if group == 0 or microbatch >= cutover(group):
         return Read("master", group)
     return Read("bank", max(group - delay, 0))
 
@@ -56,7 +59,9 @@ class Gradient(NamedTuple):
 def with_versions(schedule: Schedule) -> Schedule:
     """The schedule with each action's version filled in by the rule its `weights` names."""
     rule = schedule.weights
-    banks = [reads(group, _never).index for group in range(schedule.groups)]
+    last = schedule.microbatches - 1
+    old = [reads(group, 0, schedule.old_part).index for group in range(schedule.groups)]
+    fresh = [reads(group, last, schedule.old_part).index for group in range(schedule.groups)]
     ranks = []
     for actions in schedule.ranks:
         updates: defaultdict[int, int] = defaultdict(int)  # stage -> updates done
@@ -67,7 +72,7 @@ def with_versions(schedule: Schedule) -> Schedule:
                 updates[stage] += 1
                 version = updates[stage]
             elif rule is Weights.BANKS:
-                version = banks[group]
+                version = old[group] if (microbatch or 0) < schedule.old_part(group) else fresh[group]
             elif rule is Weights.STASH:
                 version = stash.setdefault((stage, group, microbatch), updates[stage])
             else:
@@ -75,10 +80,6 @@ def with_versions(schedule: Schedule) -> Schedule:
             row.append(Action(kind, stage, microbatch, group, version))
         ranks.append(tuple(row))
     return replace(schedule, ranks=tuple(ranks))
-
-
-def _never(group: int) -> bool:
-    return False
 
 
 def gradients(schedule: Schedule) -> list[Gradient]:

@@ -68,7 +68,7 @@ def _full_pipeline(
     kinked = (
         uneven_rounds or uneven_stages or costs.update or costs.update_latency or costs.jitter or costs.drift
     )
-    if stages < 1 or kinked or options.get("every") is not None:
+    if stages < 1 or kinked or options.get("every") is not None or options.get("cutover") is not None:
         return microbatches
     filled = max(2 * stages, (options.get("in_flight") or 0) + stages)
     return filled + (microbatches - filled) % stages

@@ -3,7 +3,8 @@
 complete      every microbatch of every group exactly once on every stage, and every update
 order         no deadlock when receives block: each action's inputs exist before it is reached
 versions      each read is of a version the stage has published, by the rule the schedule names;
-              flushed: delay 0; 2BW: delay exactly 1 from group 1 on, on every stage, and at most two banks alive
+              flushed: delay 0; 2BW: from group 1 on and on every stage delay exactly 1 up to the cutover and 0 from
+              there, and at most two versions alive
 communicator  per direction and pair of ranks, messages are received in the order they are sent, so
               that one NCCL communicator per direction, matching by order alone, cannot cross them
 """
@@ -127,7 +128,7 @@ def _check_versions(schedule: Schedule) -> None:
             problem = f"has delay {gradient.delay}, where every group should end at a barrier"
         elif schedule.weights is not Weights.NEWEST and gradient.mismatch:
             problem = "has a forward and a backward on different weights"
-        elif schedule.weights is Weights.BANKS and gradient.delay != min(gradient.group, 1):
+        elif schedule.weights is Weights.BANKS and gradient.delay != _lawful_delay(schedule, gradient):
             problem = f"has delay {gradient.delay}"
         if problem:
             _mark_gradient(schedule, gradient, problem)
@@ -152,6 +153,10 @@ def _check_versions(schedule: Schedule) -> None:
     if schedule.weights is Weights.BANKS:
         alive = occupancy.banks(schedule.ranks, schedule.model_stages)
         assert max(alive) <= 2, f"delay 1 with {alive} banks alive per stage"
+
+
+def _lawful_delay(schedule: Schedule, gradient: Gradient) -> int:
+    return int(gradient.group > 0 and gradient.microbatch < schedule.old_part(gradient.group))
 
 
 def _mark_gradient(schedule: Schedule, gradient: Gradient, problem: str) -> NoReturn:

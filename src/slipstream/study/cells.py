@@ -70,6 +70,11 @@ class Cell:
         return bool(self.results) and not any(_delayed(result) for result in self.results.values())
 
     @property
+    def old(self) -> float:
+        """The share of an update's microbatches that are late."""
+        return next(iter(self.results.values())).old
+
+    @property
     def flushed_share(self) -> float:
         """The part of the updates that runs without delay because the run asks for it."""
         result = next(iter(self.results.values()))

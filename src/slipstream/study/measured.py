@@ -16,6 +16,9 @@ from slipstream.study.results import Result
 
 _MAY_DIFFER = {
     "pipeline.delay",
+    "pipeline.cutover",
+    "pipeline.microbatches",
+    "pipeline.microbatch_size",
     "optim.correction",
     "optim.correction_lambda",
     "optim.sync_start",
@@ -49,6 +52,7 @@ def entries(study: str, cells: Sequence[Cell], layout: Layout) -> list[Penalty]:
             parameters=result.parameters,
             source=_source(study, cell, layout, result),
             gap=None if cell.gap is None else round(cell.gap.value, 4),
+            old=round(result.old, 4),
         )
         if not any(same_place(entry, longer) for longer in found):
             found.append(entry)
@@ -58,8 +62,10 @@ def entries(study: str, cells: Sequence[Cell], layout: Layout) -> list[Penalty]:
 def _name(result: Result, reference: Result) -> str | None:
     """The planner's word for what was done about delay; None where it has none."""
     correction, strength = result.key("optim.correction"), result.key("optim.correction_lambda", 1.0)
-    if correction not in _WRITTEN or strength != 1.0 or result.key("pipeline.delay") != 1:
+    if correction not in _WRITTEN or strength != 1.0 or result.key("pipeline.delay") != 1 or not result.old:
         return None
+    if isinstance(result.key("pipeline.cutover"), list):
+        return None  # stages that switch one by one: the engine's do it together
     if _kept(result.settings) != _kept(reference.settings):
         return None
     if not result.key("optim.sync_start"):
@@ -85,6 +91,8 @@ def _source(study: str, cell: Cell, layout: Layout, result: Result) -> str:
         f"; {result.parameters / 1e6:.1f}M parameters, {result.tokens / result.parameters:.1f} tokens per parameter, "
         f"lr {result.key('optim.lr', 'default')}"
     )
+    if result.old < 1:
+        text += f", {100 * result.old:.0f} % of each update old"
     if start := result.key("optim.sync_start"):
         text += (
             f", synchronous start of {100 * start:g} %" if start < 1 else f", synchronous start of {start:g}"

@@ -57,6 +57,15 @@ class Result:
     def key(self, name: str, default: Any = None) -> Any:
         return self.settings.get(name, default)
 
+    @property
+    def old(self) -> float:
+        """The share of an update's microbatches that read old weights, over all stages: 1 without a cutover."""
+        cutover = self.key("pipeline.cutover")
+        if cutover is None:
+            return 1.0
+        by_stage = cutover if isinstance(cutover, list) else [cutover]
+        return sum(by_stage) / len(by_stage) / self.key("pipeline.microbatches")
+
 
 def collect(*places: Path) -> dict[str, Result]:
     """Every ended run in folders and exports, by digest.

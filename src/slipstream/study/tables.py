@@ -107,15 +107,22 @@ def gain_table(cells: Sequence[Cell], layout: Layout) -> list[Table]:
     for cell in paying:
         labels = dict(cell.group)
         assert cell.penalty is not None
-        gains = [net_gain(speed, cell.penalty, cell.flushed_share) for speed in speeds]
+        gains = [
+            _estimate(net_gain(speed, cell.penalty, cell.flushed_share), ".3f")
+            if cell.old * speed.microbatches > speed.stages - 0.5
+            else NONE
+            for speed in speeds
+        ]
         start = [labels.get(axis, NONE) for axis in axes]
-        body.append([*start, cell.mode, *(_estimate(gain, ".3f") for gain in gains)])
+        body.append([*start, cell.mode, *gains])
     note = (
         "Simulated speed, measured penalty: the speed-up comes from the schedule simulator (backward = 2 forward, "
         "equal stages, free links and updates) over the fastest synchronous schedule that keeps no more "
         "activations; it is divided by the token penalty above. Flushed updates of a synchronous start or "
         "finish run at the speed of 1F1B. Above 1, asynchrony pays."
     )
+    if any(cell.old < 1 for cell in paying):
+        note += f" {NONE}: with so small a part of the update old, that pipeline would have to wait (it takes P of m)."
     return [Table(header, body, title="Net gain (simulated)", note=note)]
 
 

@@ -130,6 +130,8 @@ def shape_of(tree: dict[str, Any]) -> Any:
         tree["data"]["sequence"],
         pipeline["microbatch_size"],
         pipeline["delay"] if isinstance(pipeline["delay"], list) else None,
+        pipeline["cutover"] if train["fuse"] or isinstance(pipeline["cutover"], list) else None,
+        pipeline["microbatches"] if train["fuse"] else None,
         train["dtype"],
         train["compile"],
     )

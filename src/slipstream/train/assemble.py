@@ -232,6 +232,7 @@ def _open_records(
         data_ranks=config.pipeline.data_ranks,
         schedule=config.pipeline.schedule,
         microbatches=config.pipeline.microbatches,
+        cutover=config.pipeline.cutover,
         parameters=parameters(model),
         resumed=resumed,
     )

@@ -27,6 +27,7 @@ from slipstream.models.stages import Stage, build_stage, split
 from slipstream.optim.build import build as build_optimizer
 from slipstream.optim.corrections import Correction, build_correction, synchronous_groups
 from slipstream.optim.lr import schedule as lr_schedule
+from slipstream.schedule.cutover import Cutover
 from slipstream.train.export import read_config, read_weights
 
 DEEP = 12  # layers of a stage beyond which train.compile=true compiles them one by one
@@ -142,7 +143,11 @@ def correction(config: Config) -> Correction:
     assert optim.correction is not None
     options: dict[str, Any] = {}
     if optim.correction == "lr_scaling":
-        options = {"steps": config.train.steps, "start": updates(optim.sync_start, config.train.steps)}
+        options = {
+            "steps": config.train.steps,
+            "start": updates(optim.sync_start, config.train.steps),
+            "delay": _mean_delay(config),
+        }
     if optim.correction_lambda is not None:
         options["lam"] = optim.correction_lambda
     return build_correction(optim.correction, **options)
@@ -156,6 +161,27 @@ def flushed(config: Config) -> Callable[[int], bool]:
     return lambda group: group < steps and listed(group)
 
 
+def cutover(config: Config) -> Cutover:
+    """How many microbatches of each group read old weights, on the stage that has most of them. None given: all, as a
+    run had it before there was a choice."""
+    given, m = config.pipeline.cutover, config.pipeline.microbatches
+    assert not isinstance(given, float), given  # resolved
+    if config.synchronous or config.pipeline.delay in (0, [0]):
+        return Cutover(m, 0, flushed(config))
+    return Cutover(
+        m, m if given is None else max(given) if isinstance(given, list) else given, flushed(config)
+    )
+
+
+def _mean_delay(config: Config) -> float:
+    """Updates by which a gradient is late, over the microbatches of a group (and the stages); 1 without a cutover."""
+    cutover = config.pipeline.cutover
+    if cutover is None:
+        return 1
+    old = cutover if isinstance(cutover, list) else [cutover]
+    return sum(old) / len(old) / config.pipeline.microbatches or 1  # nothing old: nothing to scale for, or by
+
+
 def learning_rate(config: Config) -> Callable[[int], float]:
     """The multiplier of update g."""
     optim, steps = config.optim, config.train.steps
@@ -166,8 +192,14 @@ def learning_rate(config: Config) -> Callable[[int], float]:
 def loss_function(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
     """The loss of one microbatch, as a share of the group's mean over tokens."""
     shares = config.pipeline.microbatches * config.pipeline.data_ranks
-    loss = TokenLoss(shares, config.train.z_loss)
-    return torch.compile(loss.__call__) if config.train.compile else loss
+    rows = config.pipeline.microbatches * config.pipeline.microbatch_size if config.train.fuse else None
+    loss = TokenLoss(shares, config.train.z_loss, rows)
+    return torch.compile(loss.__call__, dynamic=dynamic(config)) if config.train.compile else loss
+
+
+def dynamic(config: Config) -> bool | None:
+    """Whether compiled code is for any shape. Fused microbatches come in two or three: each is compiled for itself."""
+    return False if config.train.fuse else None
 
 
 def preparation(config: Config) -> Callable[[nn.Module], Any] | None:
@@ -177,7 +209,7 @@ def preparation(config: Config) -> Callable[[nn.Module], Any] | None:
         return None
 
     def prepare(module: nn.Module) -> Any:
-        call = _compiled(module, train.compile) if train.compile else module
+        call = _compiled(module, train.compile, dynamic(config)) if train.compile else module
         narrow = all(p.dtype == torch.bfloat16 for p in module.parameters())
         if train.dtype == "float32" or narrow:
             return call
@@ -191,13 +223,13 @@ def preparation(config: Config) -> Callable[[nn.Module], Any] | None:
     return prepare
 
 
-def _compiled(module: nn.Module, how: bool | str) -> Any:
+def _compiled(module: nn.Module, how: bool | str, dynamic: bool | None) -> Any:
     """Layer by layer one graph serves them all, so compiling takes seconds at any depth; as one graph a residual
     is added where the next norm reads it and the host has less to do, which counts in small models."""
     assert isinstance(module, Stage)
     if how == "stage" or (how is True and len(module.layers) <= DEEP):
-        return torch.compile(module)
+        return torch.compile(module, dynamic=dynamic)
     for part in (*module.layers.values(), module.norm):
         if part is not None:
-            part.compile()
+            part.compile(dynamic=dynamic)
     return module

@@ -91,8 +91,9 @@ class Emulated:
     """The emulator, one process for the whole model."""
 
     def __init__(self, config: Config, model: ModelConfig, device: torch.device) -> None:
-        delay = config.pipeline.delay
-        count = len(delay) if isinstance(delay, list) else 1
+        delay, cutover = config.pipeline.delay, config.pipeline.cutover
+        count = max(len(of) if isinstance(of, list) else 1 for of in (delay, cutover))
+        assert not isinstance(cutover, float)  # resolved
         if config.train.cuda_graphs and device.type != "cuda":
             raise UserError("train.cuda_graphs needs a GPU, and torch sees none. Drop it.")
         modules = build.stage_modules(config, model, count, list(range(count)), device)
@@ -108,11 +109,13 @@ class Emulated:
             config.optim.max_grad_norm or None,
             delay,
             synchronous=build.flushed(config),
+            cutover=cutover,
             stages=modules if count > 1 else None,
             mismatch=config.pipeline.mismatch,
             bank_dtype=torch.bfloat16 if config.train.dtype == "bfloat16" else None,
             prepare=build.preparation(config),
             recorder=CudaGraphs() if config.train.cuda_graphs else None,
+            fuse=config.train.fuse,
         )
         self.after_update: AfterUpdate | None = None
         self._stop = False

@@ -28,11 +28,11 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from slipstream.config import Change, Config, changes, from_tree, to_toml
+from slipstream.config import Change, Config, from_tree, to_toml
 from slipstream.errors import CheckpointError, DiskError, InUseError, UserError
 from slipstream.metrics.events import EVENTS_FILE
 from slipstream.metrics.record import cut_back, finished_at, has_event
-from slipstream.train import checkpoint
+from slipstream.train import checkpoint, cutovers
 
 LOCK_PATIENCE_SECONDS = 10.0  # the workers of a killed launcher need a moment to notice
 
@@ -50,6 +50,7 @@ class Plan:
     nonce: str  # names this attempt's drafts
     notes: Sequence[str] = ()
     validate: bool = False  # a kill came between the checkpoint of `step` and its validation
+    cutover: int | list[int] | None = None  # what pipeline.cutover is for this run
 
 
 @contextmanager
@@ -107,6 +108,8 @@ def plan(folder: Path, config: Config, data_fingerprint: str) -> Plan:
     if found is None:
         return _ended(folder, config, data_fingerprint) or _begin(folder, config, data_fingerprint, notes)
     path, manifest = found
+    config = cutovers.with_cutover(config, _kept(manifest))
+    notes += cutovers.waits(config)
     notes += _check_same_run(folder, config, manifest, data_fingerprint)
     step, offset, every = manifest.step, manifest.meta["data_offset"], config.train.eval_every
     trained = step >= config.train.steps
@@ -116,7 +119,8 @@ def plan(folder: Path, config: Config, data_fingerprint: str) -> Plan:
     due = bool(every) and step % every == 0 and not trained
     missed = due and not has_event(folder, "validation", step)
     nonce = secrets.token_hex(4)
-    return Plan(step, str(path), finished, False, offset, data_fingerprint, nonce, notes, missed)
+    cutover = cutovers.of(config)
+    return Plan(step, str(path), finished, False, offset, data_fingerprint, nonce, notes, missed, cutover)
 
 
 def write_config(folder: Path, config: Config) -> None:
@@ -172,7 +176,8 @@ def _ended(folder: Path, config: Config, data_fingerprint: str) -> Plan | None:
     steps, stored = finished_at(folder), _stored(folder)
     if steps is None or stored is None:
         return None
-    if changed := changes(stored, config):
+    config = cutovers.with_cutover(config, stored)
+    if changed := cutovers.changes(stored, config):
         lines = "\n".join(f"  - {change}" for change in changed)
         raise UserError(f"'{folder}' holds another run, finished:\n{lines}\nSet another run.dir.")
     if config.checkpoint.keep:
@@ -194,7 +199,7 @@ def _set_aside(folder: Path, config: Config) -> list[str]:
     if (
         not events.is_file()
         or not events.stat().st_size
-        or (stored is not None and not changes(stored, config))
+        or (stored is not None and not cutovers.changes(stored, cutovers.with_cutover(config, stored)))
     ):
         return []
     aside = events.with_name(f"{events.stem}-{time.time_ns()}{events.suffix}")
@@ -207,7 +212,11 @@ def _begin(folder: Path, config: Config, data_fingerprint: str, notes: list[str]
     notes += _set_aside(folder, config)
     cut_back(folder, -1)
     if config.run.fork_from is None:
-        return Plan(0, None, False, False, 0, data_fingerprint, secrets.token_hex(4), notes)
+        config = cutovers.with_cutover(config, None)
+        notes += cutovers.waits(config)
+        nonce = secrets.token_hex(4)
+        cutover = cutovers.of(config)
+        return Plan(0, None, False, False, 0, data_fingerprint, nonce, notes, cutover=cutover)
     path = checkpoint.locate(config.run.fork_from)
     manifest = checkpoint.verify(path)
     if manifest.step >= config.train.steps:
@@ -217,10 +226,15 @@ def _begin(folder: Path, config: Config, data_fingerprint: str, notes: list[str]
             "Set train.steps higher."
         )
     stored = from_tree(manifest.meta["config"])
+    config = cutovers.with_cutover(config, stored)
     notes.append(f"Forked from {path} (step {manifest.step}).")
-    notes += [f"Changed in the fork: {change}." for change in changes(stored, config)]
-    offset = manifest.meta["data_offset"]
-    return Plan(manifest.step, str(path), False, True, offset, data_fingerprint, secrets.token_hex(4), notes)
+    notes += [f"Changed in the fork: {change}." for change in cutovers.changes(stored, config)]
+    notes += cutovers.waits(config)
+    offset, nonce = manifest.meta["data_offset"], secrets.token_hex(4)
+    cutover = cutovers.of(config)
+    return Plan(
+        manifest.step, str(path), False, True, offset, data_fingerprint, nonce, notes, cutover=cutover
+    )
 
 
 def _check_same_run(
@@ -231,11 +245,12 @@ def _check_same_run(
         stored = from_tree(manifest.meta["config"])
     except (KeyError, UserError) as error:
         raise CheckpointError(f"The checkpoints of '{folder}' belong to another version: {error}") from None
-    differences = changes(stored, config)
+    differences = cutovers.changes(stored, config)
     switched = _family(stored) != _family(config)
     allowed = {"pipeline.schedule", "pipeline.delay"}
     if switched and config.run.switch:
         allowed |= {"optim.correction", "optim.correction_lambda", "optim.sync_start", "optim.sync_finish"}
+        allowed.add("pipeline.cutover")
     if switched and not config.run.switch:
         allowed.clear()
     allowed.add("data.path")  # what lies there decides, by its fingerprint, and not how it is reached
@@ -263,6 +278,14 @@ def _check_same_run(
     if switched:
         return [f"Switched at step {manifest.step}: {change}." for change in differences]
     return []
+
+
+def _kept(manifest: checkpoint.Manifest) -> Config | None:
+    """The config of a checkpoint; one of another version says so where it is compared."""
+    try:
+        return from_tree(manifest.meta["config"])
+    except (KeyError, UserError):
+        return None
 
 
 def _family(config: Config) -> str:

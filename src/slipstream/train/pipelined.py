@@ -26,6 +26,7 @@ class Pipelined:
     def __init__(self, config: Config, model: ModelConfig, world: World, device: torch.device) -> None:
         pipeline = config.pipeline
         assert pipeline.stages is not None
+        assert not isinstance(pipeline.cutover, float | list), pipeline.cutover  # resolved
         index, _ = world.mesh(pipeline.stages)
         self._first, self._last = index == 0, index == pipeline.stages - 1
         (module,) = build.stage_modules(config, model, pipeline.stages, [index], device)
@@ -39,6 +40,7 @@ class Pipelined:
             build.correction(config),
             config.optim.max_grad_norm or None,
             synchronous=build.flushed(config),
+            cutover=pipeline.cutover,
             in_flight=pipeline.in_flight,
             bank_dtype=torch.bfloat16 if config.train.dtype == "bfloat16" else None,
             tied=tied_names(model, module),

@@ -14,7 +14,7 @@ from slipstream.config import Config, from_tree
 from slipstream.pipeline.state import bank_name, merge_states, upgraded
 from slipstream.schedule.staleness import reads
 from slipstream.train import checkpoint
-from slipstream.train.build import flushed
+from slipstream.train.build import cutover
 from slipstream.train.engine import Engine
 
 
@@ -33,15 +33,21 @@ def adapt_banks(state: dict[str, Any], stored: Config, config: Config) -> dict[s
     A bank the old run kept for the same read goes on; any other is the master, as after a flush.
     """
     before, after = delays(stored), delays(config)
-    if before == after and stored.optim == config.optim and stored.train.steps == config.train.steps:
+    same_cutover = cutover(stored).given == cutover(config).given
+    if (
+        before == after
+        and same_cutover
+        and stored.optim == config.optim
+        and stored.train.steps == config.train.steps
+    ):
         return state
     group, late = state["group"], max(after)
     banks = {}
     for reader in range(group, group + late + 1):
-        read = reads(reader, flushed(config), late)
+        read = reads(reader, 0, cutover(config), late)
         if read.index > group:
             continue  # published later
-        same = before == after and read == reads(reader, flushed(stored), late)
+        same = before == after and read == reads(reader, 0, cutover(stored), late)
         name = bank_name(reader - group)
         kept = state["banks"].get(name) if same else None
         banks[name] = state["master"] if kept is None else kept

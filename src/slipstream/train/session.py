@@ -26,7 +26,7 @@ from slipstream.distributed import (
     started_by_torchrun,
 )
 from slipstream.errors import StageError, UserError
-from slipstream.train import build, checkpoint, closing
+from slipstream.train import build, checkpoint, closing, cutovers
 from slipstream.train import folder as folders
 from slipstream.train.assemble import assemble, seat_of
 from slipstream.train.board import Board, LocalBoard, SharedBoard, beating
@@ -87,6 +87,7 @@ def run_rank(world: World | None, tree: dict[str, Any]) -> dict[str, Any]:
                 if seat.leader:
                     closing.say_finished(Path(config.run.dir), plan.step)
                 return {"step": plan.step, "reason": "finished", "validation_loss": None}
+            config = cutovers.decided(config, plan.cutover)
             outcome = _attempt(config, world, seat, data, plan, own_board, asked)
             if outcome.reason != "rollback":
                 return dataclasses.asdict(outcome)

@@ -39,6 +39,7 @@ from slipstream.pipeline.placement import grid_of, place
 from slipstream.pipeline.torch_trace import TorchTrace
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import Replica, Versions
+from slipstream.schedule.cutover import Cutover, always
 from slipstream.schedule.timeline import Span
 from slipstream.torch_private import greeting_others_only
 from slipstream.train import build
@@ -68,8 +69,9 @@ class Synchronous:
         modules = build.stage_modules(config, model, count, indices, device)
         group, data_group = mesh_groups(world, pipeline.stages)
         bank_dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else None
+        nothing_old = Cutover(self._m, 0, always)
         self._versions = [
-            Versions(m, _always, delay=0, bank_dtype=bank_dtype, prepare=build.preparation(config))
+            Versions(m, nothing_old, delay=0, bank_dtype=bank_dtype, prepare=build.preparation(config))
             for m in modules
         ]
         self._accumulators = [Accumulator(versions.master) for versions in self._versions]
@@ -239,10 +241,6 @@ def held_by(schedule: str, rank: int, stages: int) -> list[int]:
 def _ties(model: ModelConfig, names: list[str]) -> dict[str, list[int]]:
     held = [names.index(name) for name in ("embedding.weight", "head.weight") if name in names]
     return {"embedding": held} if model.tied and held else {}
-
-
-def _always(group: int) -> bool:
-    return True
 
 
 class _Called(nn.Module):

@@ -10,7 +10,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.schedule.actions import Action, Kind
-from slipstream.schedule.plot.palette import WORDS, colour, describe, ink, is_chunked, label, seconds
+from slipstream.schedule.plot.palette import (
+    WORDS,
+    colour,
+    describe,
+    has_parts,
+    ink,
+    is_chunked,
+    is_old,
+    label,
+    seconds,
+)
 from slipstream.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -128,23 +138,23 @@ def _by_kind(timeline: Timeline, until: float) -> dict[Kind, list[Drawn]]:
 def _bars(lane: _Lane, kind: Kind, spans: list[Drawn], show_legend: bool):
     from plotly.graph_objects import Bar
 
-    chunked = is_chunked(lane.timeline)
-    actions = [action for _, action, _, _ in spans]
+    chunked, parts = is_chunked(lane.timeline), has_parts(lane.timeline)
+    actions = [(action, parts and is_old(action)) for _, action, _, _ in spans]
     return Bar(
         orientation="h",
-        name=WORDS[kind],
+        name=WORDS[kind] + (" (lighter: reads old weights)" if parts and kind is Kind.FORWARD else ""),
         legendgroup=kind.value,
         showlegend=show_legend,
         y=[rank + lane.offset for rank, *_ in spans],
         base=[start for _, _, start, _ in spans],
         x=[end - start for _, _, start, end in spans],
         width=lane.height,
-        marker={"color": [colour(action) for action in actions], "line": {"width": 0.5, "color": "#ffffff"}},
-        text=[label(action) for action in actions],
+        marker={"color": [colour(*action) for action in actions], "line": {"width": 0.5, "color": "#ffffff"}},
+        text=[label(action) for action, _ in actions],
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
-        textfont={"color": [ink(action) for action in actions]},
+        textfont={"color": [ink(*action) for action in actions]},
         customdata=[
             (lane.word + describe(action, chunked), seconds(start), seconds(end), seconds(end - start))
             for _, action, start, end in spans

@@ -1,4 +1,5 @@
-"""The colours of a timeline. The hue tells the group, the shade tells the kind of action."""
+"""The colours of a timeline. The hue tells the group, the shade the kind of action; what reads old weights, in a
+timeline whose groups have an old part and a fresh one, is lighter."""
 
 from __future__ import annotations
 
@@ -26,17 +27,37 @@ WORDS = {
 _SHADE_OF = {Kind.FORWARD: 0, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD: 2, Kind.BACKWARD_WEIGHT: 3}
 
 
-def colour(action: Action) -> str:
+def colour(action: Action, old: bool = False) -> str:
     """The fill of an action; odd microbatches are a touch darker, so that neighbours stay apart."""
     if action.kind is Kind.UPDATE:
         return UPDATE
     fill = _SHADES[HUES[action.group % len(HUES)]][_SHADE_OF[action.kind]]
+    fill = _lighter(fill) if old else fill
     return _darker(fill) if (action.microbatch or 0) % 2 else fill
 
 
-def ink(action: Action) -> str:
+def ink(action: Action, old: bool = False) -> str:
     """The colour of text on an action's fill."""
-    return "#10141a" if action.kind is Kind.FORWARD else "#ffffff"
+    return "#10141a" if action.kind is Kind.FORWARD or old else "#ffffff"
+
+
+def is_old(action: Action) -> bool:
+    """Whether it reads weights that an update of its group's predecessor has yet to change."""
+    return action.kind is not Kind.UPDATE and action.version is not None and action.version < action.group
+
+
+def has_parts(timeline: Timeline) -> bool:
+    """Whether groups have an old part and a fresh one: a cutover between none and all."""
+    found: dict[int, set[bool]] = {}
+    for row in timeline.ranks:
+        for action in row:
+            if action.kind is Kind.UPDATE:
+                continue
+            late = action.group - (action.group if action.version is None else action.version)
+            if not 0 <= late <= 1:
+                return False  # of another kind: versions there do not count groups
+            found.setdefault(action.group, set()).add(late == 1)
+    return any(len(parts) == 2 for parts in found.values())
 
 
 def label(action: Action) -> str:
@@ -76,6 +97,10 @@ def kinds_in(timelines: Mapping[str, Timeline]) -> list[Kind]:
         if span.end > span.start
     }
     return [kind for kind in Kind if kind in present]
+
+
+def _lighter(fill: str, by: float = 0.6) -> str:
+    return "#" + "".join(f"{round(255 - (255 - int(fill[i : i + 2], 16)) * (1 - by)):02x}" for i in (1, 3, 5))
 
 
 def _darker(fill: str, by: float = 0.9) -> str:

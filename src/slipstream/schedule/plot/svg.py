@@ -11,8 +11,10 @@ from slipstream.schedule.plot.palette import (
     WORDS,
     colour,
     describe,
+    has_parts,
     ink,
     is_chunked,
+    is_old,
     kinds_in,
     label,
     seconds,
@@ -46,7 +48,7 @@ def to_svg(timelines: Mapping[str, Timeline]) -> str:
         y += len(timeline.ranks) * (_ROW + _GAP)
         parts += _axis(y, scale, longest)
         y += _AXIS
-    parts += _legend(y, kinds_in(timelines))
+    parts += _legend(y, kinds_in(timelines), any(has_parts(timeline) for timeline in timelines.values()))
     height = y + _LEGEND
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:g}" '
@@ -58,7 +60,7 @@ def to_svg(timelines: Mapping[str, Timeline]) -> str:
 
 
 def _rows(timeline: Timeline, top: float, scale: float, until: float) -> list[str]:
-    chunked, begin = is_chunked(timeline), timeline.begin
+    chunked, begin, two = is_chunked(timeline), timeline.begin, has_parts(timeline)
     word = "rank" if chunked else "stage"
     parts = []
     for rank in range(len(timeline.ranks)):
@@ -73,14 +75,15 @@ def _rows(timeline: Timeline, top: float, scale: float, until: float) -> list[st
         x = _LEFT + (start - begin) * scale
         width = (min(end - begin, until) - (start - begin)) * scale
         y = top + rank * (_ROW + _GAP)
+        old = two and is_old(action)
         tip = f"{describe(action, chunked)}\n{seconds(start)} to {seconds(end)}"
         parts.append(
             f'<rect x="{x:.2f}" y="{y:g}" width="{max(width - 0.6, 0.3):.2f}" height="{_ROW}" rx="1.5" '
-            f'fill="{colour(action)}"><title>{escape(tip)}</title></rect>'
+            f'fill="{colour(action, old)}"><title>{escape(tip)}</title></rect>'
         )
         text = label(action)
         if width >= 4 + 6.5 * len(text):
-            middle, style = f"{x + width / 2:.2f}", f"fill:{ink(action)}"
+            middle, style = f"{x + width / 2:.2f}", f"fill:{ink(action, old)}"
             parts.append(f'<text class="cell" x="{middle}" y="{y + 16:g}" style="{style}">{text}</text>')
     return parts
 
@@ -99,9 +102,11 @@ def _round_step(least: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
 
-def _legend(y: float, kinds: list[Kind]) -> list[str]:
+def _legend(y: float, kinds: list[Kind], two_parts: bool) -> list[str]:
     parts, x = [], float(_LEFT)
     entries = [(colour(Action(kind, 0, 0, 0)), WORDS[kind]) for kind in kinds] + [(IDLE, "idle")]
+    if two_parts:
+        entries.insert(-1, (colour(Action(Kind.BACKWARD, 0, 0, 0), old=True), "lighter: reads old weights"))
     for fill, word in entries:
         parts.append(f'<rect x="{x:g}" y="{y + 6:g}" width="14" height="14" rx="2" fill="{fill}"/>')
         parts.append(f'<text x="{x + 20:g}" y="{y + 17:g}">{word}</text>')

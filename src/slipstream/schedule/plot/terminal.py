@@ -1,6 +1,7 @@
 """A timeline in the terminal: one row per rank, one coloured cell per action, dots where a rank idles.
 
-The number in a cell is the microbatch. Without colours the cell begins with the kind's letter instead.
+The number in a cell is the microbatch. Without colours the cell begins with the kind's letter instead, a small one
+where the action belongs to the old part of its group.
 """
 
 from __future__ import annotations
@@ -12,7 +13,17 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from slipstream.schedule.actions import Action, Kind
-from slipstream.schedule.plot.palette import WORDS, colour, ink, is_chunked, kinds_in, label, seconds
+from slipstream.schedule.plot.palette import (
+    WORDS,
+    colour,
+    has_parts,
+    ink,
+    is_chunked,
+    is_old,
+    kinds_in,
+    label,
+    seconds,
+)
 from slipstream.schedule.timeline import Timeline
 
 _WIDEST_UNIT = 4  # columns of the shortest action, when there is room
@@ -72,14 +83,14 @@ def _row(timeline: Timeline, rank: int, step: float, columns: int, colours: bool
     begin = timeline.begin
     last = min(columns, round(timeline.makespan / step))
     row = Text()
-    column = 0
+    column, parts = 0, has_parts(timeline)
     spans = zip(timeline.ranks[rank], timeline.starts[rank], timeline.ends[rank], strict=True)
     for action, start, end in spans:
         left, right = round((start - begin) / step), min(round((end - begin) / step), last)
         if right <= max(left, column):
             continue
         row.append(_idle(left - column), style="dim")
-        row.append(*_cell(action, right - max(left, column), colours))
+        row.append(*_cell(action, right - max(left, column), colours, parts and is_old(action)))
         column = right
     row.append(_idle(last - column), style="dim")
     return row
@@ -89,15 +100,16 @@ def _idle(columns: int) -> str:
     return "·" * max(columns, 0)
 
 
-def _cell(action: Action, columns: int, colours: bool) -> tuple[str, str]:
+def _cell(action: Action, columns: int, colours: bool, old: bool = False) -> tuple[str, str]:
     if not colours:
-        text = action.kind.value + ("" if action.microbatch is None else str(action.microbatch))
+        letter = action.kind.value.lower() if old else action.kind.value
+        text = letter + ("" if action.microbatch is None else str(action.microbatch))
         return (text if len(text) <= columns else text[:1]).ljust(columns, "-"), ""
     text = label(action)
     text = text if len(text) <= columns else text[-1:] if columns == 1 else ""
     if action.kind is Kind.UPDATE:
         return text.center(columns), f"bold black on {_TERMINAL_UPDATE}"
-    return text.center(columns), f"{ink(action)} on {colour(action)}"
+    return text.center(columns), f"{ink(action, old)} on {colour(action, old)}"
 
 
 def _legend(timelines: Mapping[str, Timeline], colours: bool) -> Text:
@@ -108,6 +120,8 @@ def _legend(timelines: Mapping[str, Timeline], colours: bool) -> Text:
         legend.append(f" {WORDS[kind]}   ")
     legend.append("··", style="dim")
     legend.append(" idle   ")
+    if any(has_parts(timeline) for timeline in timelines.values()):
+        legend.append("Lighter: reads old weights. " if colours else "Small letters: reads old weights. ")
     legend.append(
         "Numbers are microbatches" + ("; the hue changes with the group." if colours else "."), style="dim"
     )

@@ -1,0 +1,112 @@
+"""Jobs for worker processes: the cutover on real ranks, several cases in one visit."""
+
+import torch
+
+from pipeline import jobs, tiny
+from slipstream.optim.build import build
+from slipstream.pipeline.versions import Versions
+
+M, ROWS, GROUPS = 6, 12, 8
+
+
+def muon(module):
+    return build("muon", module, lr=3e-2)
+
+
+def swings(group):
+    return (0, 5, 2, 6, 3, 1, 4)[group % 7]
+
+
+OPTIMIZERS = {**tiny.OPTIMIZERS, "muon": muon}
+CUTOVERS = (0, 1, 2, 3, 4, 5, 6, swings)
+WAYS = (
+    ({"optimizer": tiny.adamw, "correction": "error_feedback", "max_grad_norm": 0.1}, CUTOVERS),
+    ({"optimizer": tiny.momentum, "correction": "none"}, (1, 3, 5, swings)),
+    ({"optimizer": muon, "correction": "error_feedback"}, (2, 4, swings)),
+    ({"optimizer": tiny.momentum, "correction": "momentum_prediction", "in_flight": 5}, (2, swings)),
+)
+CASES = [{**way, "cutover": cutover} for way, cutovers in WAYS for cutover in cutovers]
+
+
+def many(world, cases, groups=GROUPS):
+    """The losses and weights of each case, in one process after another."""
+    return [one(world, groups=range(groups), **case) for case in cases]
+
+
+def one(world, groups=range(GROUPS), state=None, snapshot=None, poisoned=None, **options):
+    schedule = jobs.build(world, m=M, **options)
+    taken = []
+    if snapshot is not None:
+        schedule.after_update = lambda g: taken.append(schedule.capture()) if g == snapshot else None
+    if state is not None:
+        schedule.load_state_dict(state)
+    plain, count = schedule.loss_fn, 0
+
+    def bad(output, target):
+        nonlocal count
+        count += 1
+        return plain(output, target) * (float("nan") if (count - 1) // M == poisoned else 1.0)
+
+    schedule.loss_fn = bad if poisoned is not None else plain
+    losses = [loss for group in groups for loss in jobs.step(world, schedule, group, rows=ROWS)]
+    state = schedule.state_dict()
+    return {
+        "losses": losses,
+        "weights": jobs.weights(schedule),
+        "evaluated": [],
+        "state": state,
+        "taken": taken[0] if taken else None,
+        "skipped": schedule.skipped,
+    }
+
+
+def parked(world, cases):
+    """As `many`, but replicas that nothing reads give their memory back, as on a GPU; and the most that were held."""
+    plain, most = Versions.__init__, 0
+
+    def parking(self, *args, **options):
+        plain(self, *args, **{**options, "parks": True})
+
+    def held(self):
+        return sum(not replica.freed for replica in self.replicas)
+
+    begun = Versions.park
+
+    def watched(self, *args):
+        nonlocal most
+        begun(self, *args)
+        most = max(most, held(self))
+
+    Versions.__init__, Versions.park = parking, watched
+    try:
+        return [(one(world, **case), most) for case in cases]
+    finally:
+        Versions.__init__, Versions.park = plain, begun
+
+
+def default(world):
+    """The cutover of a schedule that is given none, with as many microbatches as M."""
+    schedule = jobs.build(world, m=M, cutover=None)
+    return [schedule.cutover(group) for group in range(3)]
+
+
+def order(world, cutover, in_flight=None, groups=4):
+    schedule = jobs.build(world, m=M, tied=False, cutover=cutover, in_flight=in_flight)
+    schedule.trace(True)
+    for group in range(groups):
+        jobs.step(world, schedule, group, rows=ROWS)
+    schedule.drain()
+    return [tuple(span.action) for span in schedule.take_trace()]
+
+
+def lose(world, cutover):
+    """Rank 1 dies while the others wait for the update at their cutover."""
+    import os
+    import signal
+
+    schedule = jobs.build(world, m=M, cutover=cutover, timeout=4)
+    for group in range(6):
+        if world.rank == 1 and group == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        jobs.step(world, schedule, group, rows=ROWS)
+    torch.distributed.barrier()

@@ -1,0 +1,134 @@
+"""The cutover on real processes: bit-identical at P = 1, 2, 3, 4 and in the emulator, for every cutover."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from pipeline import tiny
+from pipeline.cutover_jobs import CASES, CUTOVERS, GROUPS, ROWS, M, muon, swings
+from pipeline.test_runtime import assert_same, join
+from slipstream import Emulator, StageError, UserError, merge_states
+from slipstream.schedule.actions import Kind
+from slipstream.schedule.generate import build
+
+EF = {"optimizer": tiny.adamw, "correction": "error_feedback", "max_grad_norm": 0.1}
+
+
+def emulate(optimizer, groups=GROUPS, in_flight=None, poisoned=None, **options):
+    made = Emulator(tiny.Model(tied=True), M, tiny.loss_fn, optimizer, **options)
+    plain, count = made.loss_fn, 0
+
+    def bad(output, target):
+        nonlocal count
+        count += 1
+        return plain(output, target) * (float("nan") if (count - 1) // M == poisoned else 1.0)
+
+    made.loss_fn = bad
+    losses = [loss.item() for g in range(groups) for loss in made.step(*tiny.batch(g, rows=ROWS))]
+    return losses, {n: p.detach() for n, p in made.master.named_parameters()}
+
+
+@cache
+def emulated(index):
+    return emulate(**CASES[index])
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_every_depth_is_bit_identical(pool, stages):
+    """c = 0, 1, P-1, P, P+1, m-1, m and one that changes with the group, several optimizers and corrections."""
+    ranks = pool.run("pipeline.cutover_jobs:many", CASES, ranks=stages, timeout=300)
+    for index in range(len(CASES)):
+        assert_same(join([rank[index] for rank in ranks]), emulated(index))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (3, 2)])
+def test_a_state_loads_into_another_depth(pool, before, after):
+    for cutover in (2, swings):
+        case = {**EF, "cutover": cutover}
+        expected = emulate(**case)
+        for stop in (1, 4):
+            head = join(pool.run("pipeline.cutover_jobs:one", range(stop), ranks=before, **case))
+            rest = pool.run("pipeline.cutover_jobs:one", range(stop, GROUPS), head[3], ranks=after, **case)
+            tail = join(rest)
+            assert_same((head[0] + tail[0], tail[1]), expected)
+
+
+@pytest.mark.parametrize("cutover", [1, 3, 5, swings])
+def test_a_state_captured_without_a_drain_belongs_to_one_moment(pool, cutover):
+    case = {**EF, "cutover": cutover}
+    results = pool.run("pipeline.cutover_jobs:one", snapshot=4, ranks=3, **case)
+    state = merge_states([result["taken"] for result in results])
+    assert state["group"] == 5
+    tail = join(pool.run("pipeline.cutover_jobs:one", range(5, GROUPS), state, ranks=2, **case))
+    for result in results:
+        for name, weight in result["weights"].items():
+            assert torch.equal(tail[1][name], weight), name
+
+
+@pytest.mark.parametrize("cutover", [2, 4])
+def test_a_group_that_is_not_finite_is_skipped_on_all_stages(pool, cutover):
+    case = {"optimizer": tiny.momentum, "correction": "error_feedback", "cutover": cutover}
+    losses, weights = emulate(poisoned=3, **case)
+    results = pool.run("pipeline.cutover_jobs:one", poisoned=3, ranks=3, **case)
+    assert [result["skipped"] for result in results] == [1, 1, 1]
+    found = join(results)
+    assert [loss for loss in found[0] if loss == loss] == [loss for loss in losses if loss == loss]
+    assert all(torch.equal(found[1][name], weight) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("stages", [1, 3, 4])
+def test_memory_that_is_given_back_changes_nothing(pool, stages):
+    """Where replicas give their memory back no more than two hold it after any backward, and a state is whole."""
+    cases = [{**EF, "cutover": c, "snapshot": 4} for c in (1, 2, 3, 5, swings)]
+    cases += [{"optimizer": muon, "correction": "error_feedback", "cutover": 4, "bank_dtype": torch.bfloat16}]
+    wide = [{key: value for key, value in case.items() if key != "snapshot"} for case in cases]
+    ranks = pool.run("pipeline.cutover_jobs:parked", cases, ranks=stages)
+    for index, case in enumerate(wide):
+        results = [rank[index][0] for rank in ranks]
+        assert_same(join(results), emulate(**case))
+        if cases[index].get("snapshot"):
+            state = merge_states([result["taken"] for result in results])
+            tail = join(pool.run("pipeline.cutover_jobs:one", range(5, GROUPS), state, ranks=2, **case))
+            assert_same((results[-1]["losses"][: 5 * M] + tail[0], tail[1]), emulate(**case))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_the_default_is_what_the_least_warm_up_needs(pool, stages):
+    assert pool.run("pipeline.cutover_jobs:default", ranks=stages) == [[stages] * 3] * stages
+
+
+@pytest.mark.parametrize(("stages", "in_flight"), [(1, 1), (3, 3), (4, 4), (3, 6)])
+def test_the_executed_order_is_the_schedules(pool, stages, in_flight):
+    for cutover in (0, 1, stages, M - 1, M):
+        schedule = build("pipedream_2bw", stages, M, 4, in_flight=in_flight, cutover=cutover)
+        ranks = pool.run("pipeline.cutover_jobs:order", cutover, in_flight, ranks=stages)
+        for rank, actions in enumerate(ranks):
+            computed = [action for action in actions if action[0] != Kind.UPDATE]
+            assert computed == [tuple(a) for a in schedule.ranks[rank] if a.kind != Kind.UPDATE]
+
+
+def test_a_state_of_another_cutover_goes_on(pool):
+    case = {"optimizer": tiny.momentum, "correction": "error_feedback"}
+    head = join(pool.run("pipeline.cutover_jobs:one", range(4), ranks=2, cutover=M, **case))
+    tail = join(pool.run("pipeline.cutover_jobs:one", range(4, GROUPS), head[3], ranks=3, cutover=2, **case))
+    assert_same((head[0] + tail[0], tail[1]), emulate(cutover=lambda g: M if g < 4 else 2, **case))
+
+
+def test_a_lost_rank_stops_the_others_with_its_name(pool):
+    for cutover in (1, 4):
+        with pytest.raises(StageError, match=r"stage 1 \(rank 1\)"):
+            pool.run("pipeline.cutover_jobs:lose", cutover, ranks=3, timeout=60)
+
+
+def test_wrong_use_says_what_to_change(pool):
+    with pytest.raises(UserError, match="The cutover is 7"):
+        pool.run("pipeline.cutover_jobs:one", ranks=1, cutover=7, **EF)
+    with pytest.raises(UserError, match="delay_compensation"):
+        pool.run(
+            "pipeline.cutover_jobs:one", ranks=1, cutover=2, optimizer=muon, correction="delay_compensation"
+        )
+
+
+def test_all_cutovers_are_tried():
+    assert set(CUTOVERS) >= {0, 1, 2, 3, 5, M}
