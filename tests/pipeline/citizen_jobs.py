@@ -100,15 +100,15 @@ def whole(tensor):
     return tensor.detach().clone()
 
 
-def build(world, layout, stages, name="adamw", dtype=torch.float32, tied=True, **options):
+def build(world, layout, stages, name="adamw", dtype=torch.float32, tied=True, weight=1.0, **options):
     stage, index, degree, mesh, group, prepare = place(world, layout, stages)
     module = tiny.Model(*tiny.cut(stage, stages), tied=tied, dtype=dtype)
     if tied and stages > 1:
         names = {0: "embedding.weight", stages - 1: "head.weight"}
         options["tied"] = {"embedding": names[stage]} if stage in names else {}
     schedule = Schedule2BW(
-        PipelineStage(module, stage, stages, torch.device("cpu"), group=group), M, tiny.loss_fn,
-        lambda m: optimizer(name, m),
+        PipelineStage(module, stage, stages, torch.device("cpu"), group=group), M,
+        lambda output, target: tiny.loss_fn(output, target) * weight, lambda m: optimizer(name, m),
         **{"max_grad_norm": 0.3, "mesh": mesh, "prepare": prepare, "timeout": 60, **options},
     )  # fmt: skip
     return schedule, stage == 0, stage == stages - 1, index, degree

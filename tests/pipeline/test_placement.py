@@ -104,3 +104,20 @@ def test_stages_that_have_no_values_before_they_are_sharded(pool, ready):
     for found in pool.run("pipeline.citizen_jobs:from_meta", ready, ranks=2):
         for name, weight in emulator.master.named_parameters():
             assert (found[name] - weight).norm() / weight.norm() < 1e-6, name
+
+
+def test_a_loss_over_global_tokens_is_summed_over_microbatches_and_data_ranks(pool):
+    """Some weights are FSDP2's, the others are the engine's to reduce."""
+    share = 1 / (M * 2)
+    results = pool.run(
+        "pipeline.citizen_jobs:train",
+        "layers",
+        2,
+        ranks=4,
+        weight=share,
+        scale_grads=False,
+        data_reduction="sum",
+    )
+    for result in results:
+        result["losses"] = [loss / share for loss in result["losses"]]
+    assert_close(results, alone())
