@@ -100,16 +100,16 @@ def whole(tensor):
     return tensor.detach().clone()
 
 
-def build(world, layout, stages, name="adamw", dtype=torch.float32, tied=True, **options):
+def build(world, layout, stages, name="adamw", dtype=torch.float32, tied=True, weight=1.0, **options):
     stage, index, degree, mesh, group, prepare = place(world, layout, stages)
     module = tiny.Model(*tiny.cut(stage, stages), tied=tied, dtype=dtype)
     if tied and stages > 1:
         names = {0: "embedding.weight", stages - 1: "head.weight"}
         options["tied"] = {"embedding": names[stage]} if stage in names else {}
     schedule = Schedule2BW(
-        PipelineStage(module, stage, stages, torch.device("cpu"), group=group), M, tiny.loss_fn,
-        lambda m: optimizer(name, m),
-        **{"max_grad_norm": 0.3, "mesh": mesh, "prepare": prepare, "timeout": 60, **options},
+        PipelineStage(module, stage, stages, torch.device("cpu"), group=group), M,
+        lambda output, target: tiny.loss_fn(output, target) * weight, lambda m: optimizer(name, m),
+        **{"max_grad_norm": 0.3, "cutover": M, "mesh": mesh, "prepare": prepare, "timeout": 60, **options},
     )  # fmt: skip
     return schedule, stage == 0, stage == stages - 1, index, degree
 
@@ -170,7 +170,7 @@ def gathers(world, updates=6, microbatches=8, layers=4):
     stage = PipelineStage(Counted(layers), 0, 1, torch.device("cpu"), group=mesh["pp"].get_group())
     schedule = Schedule2BW(
         stage, microbatches, lambda output, target: (output - target).square().mean(), tiny.adamw, mesh=mesh["dp"],
-        prepare=prepare, timeout=60,
+        prepare=prepare, timeout=60, cutover=microbatches,
     )  # fmt: skip
     plain = {
         name: getattr(torch.distributed, name)
@@ -311,7 +311,7 @@ def from_meta(world, ready, groups=5):
             shard(module)
     schedule = Schedule2BW(
         PipelineStage(modules[0], 0, 1, torch.device("cpu"), group=mesh["pp"].get_group()), M, tiny.loss_fn,
-        tiny.adamw, mesh=mesh["dp"], max_grad_norm=0.3, timeout=60,
+        tiny.adamw, mesh=mesh["dp"], max_grad_norm=0.3, timeout=60, cutover=M,
         **({"replicas": modules[1:]} if ready else {"prepare": fill}),
     )  # fmt: skip
     for group in range(groups):

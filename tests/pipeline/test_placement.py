@@ -58,6 +58,14 @@ def test_a_layout_of_torch_gives_the_numbers_of_one_process(pool, layout, stages
     assert_close(results, alone(name))
 
 
+@pytest.mark.parametrize("layout", ["fsdp", "kept", "tp", "layers", "zero1"])
+@pytest.mark.parametrize("cutover", [1, 3])
+def test_groups_with_an_old_and_a_fresh_part(pool, layout, cutover):
+    """Two replicas of one group: each gathers its weights once, and their gradients are one sum."""
+    results = pool.run("pipeline.citizen_jobs:train", layout, 2, "adamw", cutover=cutover, ranks=4)
+    assert_close(results, alone("adamw", cutover=cutover))
+
+
 @pytest.mark.parametrize("layout", ["fsdp", "root", "kept", "layers"])
 def test_evaluations_see_the_newest_weights(pool, layout):
     """A master that FSDP2 left whole after its first evaluation was evaluated again and again."""
@@ -104,3 +112,20 @@ def test_stages_that_have_no_values_before_they_are_sharded(pool, ready):
     for found in pool.run("pipeline.citizen_jobs:from_meta", ready, ranks=2):
         for name, weight in emulator.master.named_parameters():
             assert (found[name] - weight).norm() / weight.norm() < 1e-6, name
+
+
+def test_a_loss_over_global_tokens_is_summed_over_microbatches_and_data_ranks(pool):
+    """Some weights are FSDP2's, the others are the engine's to reduce."""
+    share = 1 / (M * 2)
+    results = pool.run(
+        "pipeline.citizen_jobs:train",
+        "layers",
+        2,
+        ranks=4,
+        weight=share,
+        scale_grads=False,
+        data_reduction="sum",
+    )
+    for result in results:
+        result["losses"] = [loss / share for loss in result["losses"]]
+    assert_close(results, alone())

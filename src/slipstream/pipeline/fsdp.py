@@ -36,3 +36,6 @@ def sum_gradients(modules: Sequence[FSDPModule]) -> None:
     """Over data ranks, where the loss has been divided by the global number of tokens already."""
     for module in modules:
         module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(
+            True
+        )  # gloo cannot scale on the way, and there is nothing to scale
