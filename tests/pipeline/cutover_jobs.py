@@ -62,8 +62,8 @@ def one(world, groups=range(GROUPS), state=None, snapshot=None, poisoned=None, *
 
 
 def parked(world, cases):
-    """As `many`, but replicas that nothing reads give their memory back, as on a GPU; and the most that were held."""
-    plain, most = Versions.__init__, 0
+    """As `many`, but replicas that nothing reads give their memory back, as on a GPU; and the fewest that held any."""
+    plain, least = Versions.__init__, 3
 
     def parking(self, *args, **options):
         plain(self, *args, **{**options, "parks": True})
@@ -74,13 +74,13 @@ def parked(world, cases):
     begun = Versions.park
 
     def watched(self, *args):
-        nonlocal most
+        nonlocal least
         begun(self, *args)
-        most = max(most, held(self))
+        least = min(least, held(self))
 
     Versions.__init__, Versions.park = parking, watched
     try:
-        return [(one(world, **case), most) for case in cases]
+        return [(one(world, **case), least) for case in cases]
     finally:
         Versions.__init__, Versions.park = plain, begun
 

@@ -15,7 +15,7 @@ from slipstream.plan.candidates import Fitter, shapes
 from slipstream.plan.devices import GIB, Cluster, find_device
 from slipstream.plan.explain import break_even_batch, explain, losses, parse_count, to_json, to_toml
 from slipstream.plan.layout import Job, runs
-from slipstream.plan.penalty import Penalty
+from slipstream.plan.penalty import Penalty, penalty_at
 from slipstream.plan.planner import plan
 from slipstream.plan.throughput import Speed
 
@@ -56,16 +56,21 @@ def test_ranking_is_by_time_to_loss_and_both_kinds_are_there(result):
     assert {layout.delay for layout in result.layouts} == {0, 1}
     assert result.net_gain(result.best_synchronous) == 1.0
     asynchronous = result.best_asynchronous
-    assert asynchronous.score == pytest.approx(asynchronous.tokens_per_second / result.penalty.penalty)
+    shape = asynchronous.shape
+    assert shape.old == shape.cutover / shape.microbatches < 1, "only what must be old is"
+    penalty = penalty_at(result.job.penalties, result.penalty, shape.old)
+    assert 1 < penalty < result.penalty.penalty
+    assert asynchronous.score == pytest.approx(asynchronous.tokens_per_second / penalty)
 
 
 def test_a_larger_penalty_never_helps_asynchrony(result):
-    table = (Penalty("muon", "error_feedback", 2.0, 1e6, 1e9),)
+    table = (Penalty("muon", "error_feedback", 20.0, 1e6, 1e9),)
     worse = plan(job(penalties=table))
     assert not worse.best.shape.asynchronous
     assert "does not pay" in explain(worse)[0]
-    ratio = worse.net_gain(worse.best_asynchronous) / result.net_gain(result.best_asynchronous)
-    assert ratio == pytest.approx(result.penalty.penalty / 2.0)
+    late = worse.best_asynchronous
+    assert late.penalty == pytest.approx(1 + 19 * late.shape.old)
+    assert worse.net_gain(late) < result.net_gain(result.best_asynchronous)
 
 
 def test_a_synchronous_schedule_needs_no_token_penalty():

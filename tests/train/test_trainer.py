@@ -414,7 +414,7 @@ def test_a_run_keeps_the_cutover_it_was_made_with(runs):
     runs.train("run", named, "pipeline.stages=2", "train.steps=12", "checkpoint.every=4", "checkpoint.keep=9")
     assert kept() == 2
     assert_equal_weights(runs.weights("run"), runs.weights("one"))
-    for step, settings in ((8, ["pipeline.stages=4"]), (4, ["pipeline.schedule=emulate"])):
+    for step, settings in ((8, ["pipeline.schedule=emulate"]), (4, ["pipeline.stages=4"])):
         for path in (runs.folder / "run" / "checkpoints").iterdir():
             if path.is_dir() and int(path.name.rpartition("-")[2]) > step:
                 shutil.rmtree(path)
