@@ -50,12 +50,6 @@ def data(tmp_path_factory) -> Path:
     return make_data(tmp_path_factory.mktemp("data"))
 
 
-@pytest.fixture(scope="session")
-def pool():
-    with RankPool(4) as ranks:
-        yield ranks
-
-
 class Runs:
     """Runs of the tiny config in one folder."""
 

@@ -30,7 +30,7 @@ def test_contenders_take_turns_of_as_many_updates_and_the_trainer_trains_as_alwa
         compare(config, rounds=0, updates=1)
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_the_trainer_adds_no_more_than_three_percent():
     """The CPU default, two stages. It measures: run it on a machine that does nothing else."""
     result = compare(resolve(load(None, [])), rounds=25, updates=6)
