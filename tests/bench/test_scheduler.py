@@ -37,5 +37,7 @@ def test_torchs_schedules_are_measured_and_predicted_alike(pool: RankPool, name:
     assert in_flight is None
     predicted = predict(work, measured, in_flight, name)
     for ran, planned in zip(measured.ranks, predicted.ranks, strict=True):
-        assert [a for a in ran if a.microbatch is not None] == [a for a in planned if a.microbatch is not None]
+        assert [a for a in ran if a.microbatch is not None] == [
+            a for a in planned if a.microbatch is not None
+        ]
         assert [a.group for a in ran if a.microbatch is None] == list(range(GROUPS))

@@ -36,14 +36,14 @@ def test_host_tensors_never_wait_for_the_interpreter(pool):
 
 def test_a_dead_peer_and_a_silent_one_end_a_receive(pool):
     with pytest.raises(StageError, match="SIGKILL"):
-        pool.run("distributed.group_jobs:dead_peer", ranks=2, timeout=20)
+        pool.run("distributed.group_jobs:dead_peer", ranks=2, timeout=200)
     with pytest.raises(StageError, match=r"DistNetworkError: nobody came within 0\.3 s"):
-        pool.run("distributed.group_jobs:silent_peer", ranks=2, timeout=20)
+        pool.run("distributed.group_jobs:silent_peer", ranks=2, timeout=200)
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_torchs_schedules_train_as_they_do_on_gloo(pool, name):
-    results = pool.run("distributed.group_jobs:torch_schedule", name, ranks=2, timeout=60)
+    results = pool.run("distributed.group_jobs:torch_schedule", name, ranks=2, timeout=200)
     found = next(result for result in results if result["gloo"])
     assert len(found["rings"]) == 24
     assert found["rings"] == found["gloo"]
@@ -56,18 +56,18 @@ def test_no_stage_of_a_v_greets_its_own_rank(pool):
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_the_engine_gives_the_same_bits_on_the_rings(pool, stages):
-    rings = pool.run("distributed.group_jobs:engine", ranks=stages, timeout=60)[-1]
+    rings = pool.run("distributed.group_jobs:engine", ranks=stages, timeout=200)[-1]
     own = pool.run(
         "pipeline.jobs:train",
         range(12),
         correction="error_feedback",
         max_grad_norm=0.5,
         ranks=stages,
-        timeout=60,
+        timeout=200,
     )[-1]["losses"]
     assert rings == own
 
 
 def test_the_engine_names_the_stage_that_died(pool):
     with pytest.raises(StageError, match=r"stage 1 \(rank 1\)"):
-        pool.run("distributed.group_jobs:engine_loses_a_stage", ranks=3, timeout=30)
+        pool.run("distributed.group_jobs:engine_loses_a_stage", ranks=3, timeout=200)

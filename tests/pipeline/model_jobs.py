@@ -108,7 +108,7 @@ def foreign(world, kind):
     if kind in TIES and world.size > 1 and (start or end):
         tied = {"embedding": TIES[kind][0 if start else -1]}
     stage = PipelineStage(module, world.rank, world.size, torch.device("cpu"))
-    schedule = Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.5, tied=tied, timeout=30)
+    schedule = Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.5, tied=tied, timeout=120)
     found = run(world, schedule)
     if world.size == 1:
         emulator = Emulator(emulated, M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.5)
@@ -156,7 +156,7 @@ def traced(world):
     points = {f"layers.{i * 4 // world.size}": SplitPoint.BEGINNING for i in range(1, world.size)}
     pipe = pipeline(model, mb_args=(tiny.batch(0, rows=2)[0],), split_spec=points)
     stage = pipe.build_stage(world.rank, torch.device("cpu"))
-    found = run(world, Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.5, timeout=30))
+    found = run(world, Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.5, timeout=120))
     emulator = Emulator(emulated, M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.5)
     found["emulated"] = [loss.item() for g in range(GROUPS) for loss in emulator.step(*tiny.batch(g))]
     return found
@@ -184,7 +184,7 @@ def tuples(world):
     stage = PipelineStage(
         Carrier(world.rank == 0, world.rank == world.size - 1), world.rank, world.size, "cpu"
     )
-    schedule = Schedule2BW(stage, M, tiny.loss_fn, tiny.momentum, timeout=30)
+    schedule = Schedule2BW(stage, M, tiny.loss_fn, tiny.momentum, timeout=120)
     found = run(world, schedule)
     parts = [Carrier(rank == 0, rank == world.size - 1) for rank in range(world.size)]
     emulator = Emulator(
@@ -223,7 +223,7 @@ def wrapped(world, how):
             m.forward = torch.autocast("cpu", torch.bfloat16)(plain)
 
     stage = PipelineStage(module, world.rank, world.size, torch.device("cpu"))
-    return run(world, Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, prepare=prepare, timeout=60))
+    return run(world, Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, prepare=prepare, timeout=120))
 
 
 def bare(world):
@@ -237,7 +237,7 @@ def bare(world):
         return (output - target).square().mean()
 
     stage = PipelineStage(parts()[world.rank], world.rank, world.size, torch.device("cpu"))
-    schedule = Schedule2BW(stage, M, loss, tiny.adamw, max_grad_norm=0.5, timeout=30)
+    schedule = Schedule2BW(stage, M, loss, tiny.adamw, max_grad_norm=0.5, timeout=120)
     emulator = Emulator(nn.Sequential(*parts()), M, loss, tiny.adamw, max_grad_norm=0.5)
     losses, emulated = [], []
     for group in range(GROUPS):
@@ -273,7 +273,7 @@ def shared_inside(world):
         return (output - target).square().mean()
 
     stage = PipelineStage(Twice(world.rank), world.rank, world.size, torch.device("cpu"))
-    schedule = Schedule2BW(stage, M, loss, tiny.momentum, timeout=30)
+    schedule = Schedule2BW(stage, M, loss, tiny.momentum, timeout=120)
     parts = [Twice(rank) for rank in range(world.size)]
     emulator = Emulator(stages=parts, n_microbatches=M, loss_fn=loss, optimizer=tiny.momentum)
     losses, emulated = [], []

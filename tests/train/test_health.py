@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from importlib import import_module
 
 import pytest
 import torch
@@ -217,12 +216,6 @@ DIVERGENCES = {
         "the bank of group .* of stage 1 differs between data rank 0 and",
     ),
 }
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """The ranks that wait for the one that stopped are not given ten seconds to say so."""
-    monkeypatch.setattr(import_module("slipstream.distributed.launch"), "GRACE_SECONDS", 1.0)
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
