@@ -159,7 +159,7 @@ def tiny(tmp_path_factory) -> list[str]:
     return [*TINY, f"data.path={make_data(tmp_path_factory.mktemp('data'))}"]
 
 
-def test_train_generate_and_train_again(tmp_path):
+def test_train_generate_and_train_again(tmp_path, capfd):
     """The real command, on the embedded corpus: it starts its ranks, trains, samples, and says what it wrote."""
     small = [
         "model.dim=32",
@@ -168,6 +168,7 @@ def test_train_generate_and_train_again(tmp_path):
         "data.sequence=32",
         "train.steps=3",
         "checkpoint.every=2",
+        "train.eval_batches=1",
     ]
     place = f"run.dir={tmp_path / 'run'}"
     done = run("train", place, *small)
@@ -178,15 +179,14 @@ def test_train_generate_and_train_again(tmp_path):
     for name in ("report.html", "events.jsonl", "config.toml", "environment.json", "tokenizer.json"):
         assert str(tmp_path / "run" / name) in done.stdout
         assert (tmp_path / "run" / name).is_file()
-    written = run("generate", str(tmp_path / "run"), "import ", "--tokens", "8", "--json")
-    assert written.returncode == 0, written.stderr
-    answer = json.loads(written.stdout)
+    capfd.readouterr()
+    assert exit_code(["generate", str(tmp_path / "run"), "import ", "--tokens", "8", "--json"]) == 0
+    answer = json.loads(capfd.readouterr().out)
     assert (answer["step"], answer["prompt"]) == (3, "import ")
-    again = run("generate", str(tmp_path / "run"), "import ", "--tokens", "8")
-    assert again.stdout == "import " + answer["text"] + "\n"
-    finished = run("train", str(tmp_path / "run" / "config.toml"))
-    assert finished.returncode == 0
-    assert "This run is finished: 3 steps" in finished.stdout
+    assert exit_code(["generate", str(tmp_path / "run"), "import ", "--tokens", "8"]) == 0
+    assert capfd.readouterr().out == "import " + answer["text"] + "\n"
+    assert exit_code(["train", str(tmp_path / "run" / "config.toml")]) == 0
+    assert "This run is finished: 3 steps" in capfd.readouterr().out
 
 
 def events(folder: Path) -> list[dict]:

@@ -13,7 +13,7 @@ from slipstream.pipeline.checks import check_connections
 from slipstream.schedule.actions import Kind
 from slipstream.schedule.generate import build
 
-GROUPS = range(30)
+GROUPS = range(16)
 
 
 def join(results):
@@ -55,7 +55,7 @@ def assert_same(found, expected):
 def test_every_depth_is_bit_identical(pool, optimizer, correction, clip):
     options = {"optimizer": optimizer, "correction": correction, "max_grad_norm": clip, "decay": True}
     expected = emulate(**options)
-    for stages in (1, 2, 3, 4):
+    for stages in (1, 2, 3, 4) if clip and optimizer == "adamw" else (2, 4):
         found = join(pool.run("pipeline.jobs:train", GROUPS, **options, ranks=stages))
         assert_same(found, expected)
 
@@ -79,8 +79,8 @@ def test_drains_and_evaluations_anywhere_change_nothing(pool):
             pool.run(
                 "pipeline.jobs:train",
                 GROUPS,
-                drains=(0, 3, 4, 17),
-                evaluations=(0, 5, 29),
+                drains=(0, 3, 4, 11),
+                evaluations=(0, 5, 15),
                 ranks=stages,
                 **options,
             )
@@ -103,9 +103,11 @@ def test_synchronous_groups(pool, flushed):
 def test_state_loads_into_new_processes_and_another_depth(pool, before, after):
     options = {"correction": "error_feedback", "max_grad_norm": 0.1}
     losses, weights = emulate(**options)
-    for stop in (1, 13):
+    for stop in (1, 9):
         head = join(pool.run("pipeline.jobs:train", range(stop), ranks=before, **options))
-        tail = join(pool.run("pipeline.jobs:train", range(stop, 30), state=head[3], ranks=after, **options))
+        tail = join(
+            pool.run("pipeline.jobs:train", range(stop, len(GROUPS)), state=head[3], ranks=after, **options)
+        )
         assert_same((head[0] + tail[0], tail[1]), (losses, weights))
 
 

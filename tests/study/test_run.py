@@ -79,7 +79,7 @@ def command(*arguments: object, code: int = 0) -> None:
     assert ended.value.code == code
 
 
-def test_the_toy_study_end_to_end(tmp_path, data, capsys):
+def test_the_toy_study_end_to_end(tmp_path, data, capsys, monkeypatch):
     """Run, fail in one run, skip, continue, export, tabulate from the export: as a user would."""
     file, out = tmp_path / "toy.toml", tmp_path / "runs"
     broken = '"broken" = { optim = { correction = "none", options.no_such_option = 1 } }'
@@ -90,6 +90,7 @@ def test_the_toy_study_end_to_end(tmp_path, data, capsys):
     command("run", file, *overrides, "--out", out, "--workers", 2, "--only", "optimizer=muon", code=3)
     told = capsys.readouterr().out
     assert "4 runs finished, 1 failed" in told
+    monkeypatch.setattr("slipstream.study.run.Pool", HerePool)  # the rest needs no processes
     study = load_study(file, overrides)
     found = collect(out)
     points = {(p.labels["optimizer"], p.labels["mode"]): p for p in study.expand(losses(found)).points}
