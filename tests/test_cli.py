@@ -212,7 +212,7 @@ def workers_of(pid: int) -> list[int]:
 
 def test_ctrl_c_saves_and_exits_cleanly_and_a_killed_launcher_leaves_nothing(tiny, tmp_path):
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "slipstream", "train", *tiny, f"run.dir={folder}", "train.steps=5000"]
+    command = [sys.executable, "-m", "slipstream", "train", *tiny, f"run.dir={folder}", "train.steps=100000"]
     command += ["checkpoint.every=50"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for_step(folder, 5)

@@ -165,7 +165,7 @@ def test_an_interrupted_race_keeps_what_it_has_and_goes_on(toy, tmp_path, monkey
         monkeypatch.setattr(module, "write", look)
 
     module = sys.modules["slipstream.bench.race"]
-    monkeypatch.setattr(module, "EVERY_SECONDS", 0.05)
+    monkeypatch.setattr(module, "EVERY_SECONDS", 0.2)
     reached = 0
     for _ in range(2):
         interrupt_after(reached)

@@ -45,7 +45,7 @@ def test_a_rival_trains_like_the_unsplit_model(pool: RankPool, name: str) -> Non
 @pytest.mark.parametrize("name", ["bound", "slipstream", "torch_gpipe"])
 def test_the_memory_of_a_sample_is_seen(pool: RankPool, name: str) -> None:
     """Weights and optimizer of one stage alone: 12 D^2 numbers a block, three times, in float32."""
-    wide = replace(SMALL, dim=512)
+    wide = replace(SMALL, dim=256)
     ranks = pool.run("slipstream.bench.sample:take_sample", name, wide, 1, 2, ranks=2, timeout=200)
     least = 3 * 4 * wide.blocks_per_stage * 12 * wide.dim**2
     assert all(rank.peak_memory_bytes > least for rank in ranks)
