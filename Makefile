@@ -1,23 +1,50 @@
-# `make train`: set up and run the main job.  `make test`: set up and check everything.
+# `make train`: set up and run the main job.  `make check`: the quick look.  `make test`: set up and check everything.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 # torch is pinned by constraints.txt so that a CPU machine never pulls CUDA packages.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# One process of pytest for each of two cores; a file stays with one of them, and so do its fixtures.
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile
+# What starts no process, trains nothing and takes no more than a moment.
+FAST := $(addprefix tests/, test_config.py test_imports.py test_private_names.py metrics \
+  $(addprefix schedule/test_, actions.py schedule_cli.py simulate.py staleness.py torch_order.py validate.py) \
+  $(addprefix optim/test_, build.py corrections.py lr.py muon.py stacks.py) \
+  $(addprefix models/test_, loss.py moe.py) $(addprefix data/test_, prepare.py tokens.py) \
+  $(addprefix plan/test_, memory.py partition.py penalty_devices.py throughput.py) \
+  $(addprefix study/test_, penalty.py statistics.py sweep.py) \
+  $(addprefix pipeline/test_, channel.py depth.py one_stage.py) \
+  $(addprefix bench/test_, measure.py work.py) $(addprefix train/test_, checkpoint.py reporting.py))
 
-.PHONY: train test test-all format clean
+.PHONY: train check lint types test test-all bench format clean
 train: $(VENV)/.installed
 	$(BIN)/slipstream train
 
-test: $(VENV)/.installed-dev
+# Types take as long as the fast tests: both at once, one on each core.
+check: $(VENV)/.installed-dev
+	@$(MAKE) --no-print-directory -j 2 --output-sync=target lint types fast
+
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests examples studies
 	$(BIN)/ruff check src tests examples studies
+
+types: $(VENV)/.installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/pytest
+
+.PHONY: fast
+fast: $(VENV)/.installed-dev
+	$(BIN)/pytest -x $(FAST)
+
+test: lint types
+	$(PYTEST)
 
 test-all: $(VENV)/.installed-dev
-	$(BIN)/pytest -m ""
+	$(PYTEST) -m "not bench"
+
+# Wall-clock times, one thing at a time: on a machine that does nothing else.
+bench: $(VENV)/.installed-dev
+	$(BIN)/pytest -m bench
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format src tests examples studies

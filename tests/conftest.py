@@ -1,5 +1,54 @@
-"""One intra-op thread everywhere: another count changes the bits, and the tests compare bits."""
+"""What all tests share: one intra-op thread, since another count changes the bits, and one warm pool of ranks."""
 
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in worker processes
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_starts(tmp_path_factory):
+    """Processes of ours are forked from one that has imported everything, which CUDA would not survive."""
+    import warm
+
+    if Path("/dev/nvidia0").exists():
+        yield
+        return
+    warm.use(tmp_path_factory.mktemp("s"))
+    yield
+    warm.close()
+
+
+@pytest.fixture
+def cold(monkeypatch):
+    """Processes start as a user's do, in a fresh interpreter."""
+    import warm
+
+    for name in warm.STARTERS:
+        if name in sys.modules:
+            monkeypatch.setattr(sys.modules[name], "subprocess", subprocess)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """The ranks that wait for the one that failed are not given ten seconds to say so."""
+    monkeypatch.setattr(import_module("slipstream.distributed.launch"), "GRACE_SECONDS", 1.0)
+
+
+@pytest.fixture(scope="session")
+def pool(warm_starts):
+    """Four ranks for every test of this process. One that is lost is replaced."""
+    from slipstream.distributed import RankPool
+
+    with RankPool(4) as ranks:
+        yield ranks

@@ -1,22 +1,23 @@
 """Time to loss: what counts as training time, where a curve meets the target, and a race of two real runs."""
 
 import json
+import os
 import signal
-import subprocess
 import sys
-import time
 
 import pytest
+from tests.train.conftest import TINY, make_data
 
 from slipstream.bench.race import Point, compare, curve, race, reach, write
 from slipstream.cli import _dispatch
 from slipstream.errors import UserError
 from slipstream.metrics.events import Run
 
-TOY = [
-    "model.preset=cpu-default", "model.layers=2", "model.dim=32", "model.heads=2", "model.kv_heads=2", "model.ffn=64",
-    "data.sequence=32", "train.eval_every=2", "train.sample_tokens=0",
-]  # fmt: skip
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> list[str]:
+    data = make_data(tmp_path_factory.mktemp("data"))
+    return [*TINY, f"data.path={data}", "train.eval_every=2", "train.sample_tokens=0", "checkpoint.every=0"]
 
 
 def events(step_seconds, losses, tokens=100, validation_seconds=5.0):
@@ -102,8 +103,8 @@ def test_what_is_no_target_and_no_folder_is_refused(tmp_path):
         race([], ["2bw", "1f1b"], tmp_path / "file" / "race")
 
 
-def test_two_schedules_race_for_real(tmp_path, capfd):
-    arguments = [*TOY, "train.steps=6", "--schedules", "2bw,1f1b,2bw", "--out", str(tmp_path), "--json"]
+def test_two_schedules_race_for_real(toy, tmp_path, capfd):
+    arguments = [*toy, "train.steps=6", "--schedules", "2bw,1f1b,2bw", "--out", str(tmp_path), "--json"]
     with pytest.raises(SystemExit) as ended:
         _dispatch(["bench", "race", *arguments])
     assert ended.value.code == 0
@@ -146,33 +147,35 @@ def test_what_there_is_of_a_race_is_written(tmp_path):
     assert json.loads((tmp_path / "race.json").read_text()) == partial
 
 
-def test_an_interrupted_race_keeps_what_it_has_and_goes_on(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "slipstream",
-        "bench",
-        "race",
-        *TOY,
-        "train.steps=60",
-        "--out",
-        str(tmp_path),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
-        deadline = time.monotonic() + 120
-        log = tmp_path / "2bw" / "events.jsonl"
-        while time.monotonic() < deadline and not (log.exists() and '"validation"' in log.read_text()):
-            time.sleep(0.05)
-        child.send_signal(signal.SIGTERM)
-        said = child.communicate(timeout=120)[0]
-    assert child.returncode == 2
-    assert "interrupted while 2bw trained" in said
+def test_an_interrupted_race_keeps_what_it_has_and_goes_on(toy, tmp_path, monkeypatch):
+    """SIGTERM, as a cluster sends it when the time is up, twice: the second call goes on where the first one was."""
+    log = tmp_path / "2bw" / "events.jsonl"
+    endless = [*toy, "train.steps=1000000", "optim.schedule=constant", "optim.warmup=0"]
+
+    def told():
+        return [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+
+    def interrupt_after(step):
+        def look(*arguments):
+            if log.exists() and any(e["event"] == "validation" and e["step"] > step for e in told()):
+                monkeypatch.setattr(module, "write", write)
+                os.kill(os.getpid(), signal.SIGTERM)
+            return write(*arguments)
+
+        monkeypatch.setattr(module, "write", look)
+
+    module = sys.modules["slipstream.bench.race"]
+    monkeypatch.setattr(module, "EVERY_SECONDS", 0.2)
+    reached = 0
+    for _ in range(2):
+        interrupt_after(reached)
+        with pytest.raises(UserError, match="interrupted while 2bw trained"):
+            race(endless, ["2bw", "1f1b"], tmp_path)
+        saved = [event["step"] for event in told() if event["event"] == "checkpoint"]
+        assert saved[-1] > reached
+        reached = saved[-1]
     assert not (tmp_path / "1f1b").exists()
-    reached = max(json.loads(line)["step"] for line in log.read_text().splitlines())
-    assert reached < 60
-    result = race([*TOY, "train.steps=60"], ["2bw", "1f1b"], tmp_path)
-    assert result["complete"]
-    starts = [event for event in map(json.loads, log.read_text().splitlines()) if event["event"] == "start"]
+    starts = [event for event in told() if event["event"] == "start"]
     assert [start["resumed"] for start in starts] == [False, True]
 
 

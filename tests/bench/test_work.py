@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -25,26 +23,34 @@ def test_halving_the_stages_leaves_the_model_unchanged(kind: str) -> None:
     assert len(set(names)) == len(names), "names are global: no two parts share one"
 
 
-def seconds(function) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
+@pytest.fixture
+def slept(monkeypatch) -> list[float]:
+    """The time asked for since it was last emptied, and no waiting."""
+    naps: list[float] = []
+    monkeypatch.setattr("slipstream.bench.work.time.sleep", naps.append)
+    return naps
 
 
-def test_sleep_halves_its_backward_between_input_and_weights() -> None:
-    stage = SleepStage(range(4), dim=4, forward_seconds=0.01, backward_seconds=0.1)
+def test_sleep_halves_its_backward_between_input_and_weights(slept: list[float]) -> None:
+    stage = SleepStage(range(4), dim=4, forward_seconds=1, backward_seconds=10)
     value = torch.zeros(2, 4, requires_grad=True)
-    assert seconds(lambda: stage(value)) >= 0.01
     output = stage(value).sum()
+    assert sum(slept) == 1
     weights = list(stage.parameters())
-    assert 0.05 <= seconds(lambda: torch.autograd.grad(output, [value], retain_graph=True)) < 0.1
-    assert 0.05 <= seconds(lambda: torch.autograd.grad(output, weights, retain_graph=True)) < 0.1
-    assert seconds(output.backward) >= 0.1
+    for run, expected in (
+        (lambda: torch.autograd.grad(output, [value], retain_graph=True), 5),
+        (lambda: torch.autograd.grad(output, weights, retain_graph=True), 5),
+        (output.backward, 10),
+    ):
+        slept.clear()
+        run()
+        assert sum(slept) == expected
 
 
-def test_sleep_without_an_input_gradient_takes_the_whole_backward() -> None:
-    stage = SleepStage(range(4), dim=4, forward_seconds=0, backward_seconds=0.04)
-    assert seconds(stage(torch.zeros(2, 4)).sum().backward) >= 0.04
+def test_sleep_without_an_input_gradient_takes_the_whole_backward(slept: list[float]) -> None:
+    stage = SleepStage(range(4), dim=4, forward_seconds=0, backward_seconds=4)
+    stage(torch.zeros(2, 4)).sum().backward()
+    assert sum(slept) == 4
 
 
 @pytest.mark.parametrize(

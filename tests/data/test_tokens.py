@@ -177,7 +177,7 @@ def test_prefetch_gives_groups_in_order_and_stays_bounded():
         return group * 10
 
     with Prefetch(load, start=5, depth=2) as ahead:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while len(loaded) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.05)

@@ -17,7 +17,7 @@ from slipstream.distributed.slots import HostSlots
 from slipstream.torch_private import greeting_others_only
 
 
-def ringed(seconds=20.0):
+def ringed(seconds=120.0):
     register("ringed", HostSlots, carried="cpu")
     group = dist.new_group(backend="ringed", timeout=timedelta(seconds=seconds))
     assert isinstance(group, DeviceGroup)
@@ -105,7 +105,7 @@ def host_traffic(world, rounds):
 
 
 def dead_peer(world):
-    group = ringed(seconds=10)
+    group = ringed()
     x = torch.zeros(1)
     if world.rank == 1:
         dist.send(x, 0, group)
@@ -115,8 +115,9 @@ def dead_peer(world):
 
 
 def silent_peer(world):
-    group = ringed(seconds=0.3)
+    group = ringed()
     if world.rank == 0:
+        group.timeout_seconds = 0.3
         dist.recv(torch.zeros(1), 1, group)
 
 
@@ -180,21 +181,19 @@ def engine(world, groups=12):
     stage = PipelineStage(module, world.rank, world.size, torch.device("cpu"), group=group)
     names = {0: "embedding.weight", world.size - 1: "head.weight"}
     schedule = Schedule2BW(
-        stage, engine_jobs.M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.5, timeout=20, cutover=engine_jobs.M,
+        stage, engine_jobs.M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.5, timeout=120, cutover=engine_jobs.M,
         tied={"embedding": names[world.rank]} if world.rank in names else {},
     )  # fmt: skip
-    schedule._links._may_share = False
     losses = [loss for index in range(groups) for loss in engine_jobs.step(world, schedule, index)]
     schedule.drain()
     return losses
 
 
 def engine_loses_a_stage(world):
-    group = ringed(seconds=10)
+    group = ringed()
     module = tiny.Model(*tiny.cut(world.rank, world.size), tied=False)
     stage = PipelineStage(module, world.rank, world.size, torch.device("cpu"), group=group)
-    schedule = Schedule2BW(stage, engine_jobs.M, tiny.loss_fn, tiny.adamw, timeout=4)
-    schedule._links._may_share = False
+    schedule = Schedule2BW(stage, engine_jobs.M, tiny.loss_fn, tiny.adamw, timeout=120)
     for index in range(10):
         if world.rank == 1 and index == 3:
             os.kill(os.getpid(), signal.SIGKILL)

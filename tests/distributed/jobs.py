@@ -29,7 +29,7 @@ def death(world):
 
 
 def stall(world):
-    time.sleep(60)
+    time.sleep(600)
 
 
 def threads(world):

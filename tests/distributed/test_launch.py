@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib import import_module
 
 import pytest
 
@@ -12,7 +13,7 @@ from slipstream.distributed.launch import _Failure, _first_cause
 from slipstream.errors import StageError, UserError
 
 
-def test_pool_runs_jobs_of_several_sizes_and_recovers(capfd):
+def test_pool_runs_jobs_of_several_sizes_and_recovers(cold, capfd, monkeypatch):
     with RankPool(2) as pool:
         first = pool.run("distributed.jobs:total", 1)
         assert [result[:2] for result in first] == [(0, 3.0), (1, 3.0)]
@@ -26,10 +27,9 @@ def test_pool_runs_jobs_of_several_sizes_and_recovers(capfd):
         with pytest.raises(StageError, match="Rank 1 was killed by SIGKILL before it finished"):
             pool.run("distributed.jobs:death")
         assert len(pool.run("distributed.jobs:total", 0)) == 2, "the lost worker is replaced"
-        started = time.monotonic()
+        monkeypatch.setattr(import_module("slipstream.distributed.launch"), "PRINTING_SECONDS", 2.0)
         with pytest.raises(StageError, match=r"No answer within .* s from rank 0, 1"):
-            pool.run("distributed.jobs:stall", timeout=2)
-        assert time.monotonic() - started < 10
+            pool.run("distributed.jobs:stall", timeout=5)
         told = capfd.readouterr().err
         for rank in range(2):
             assert f"Rank {rank} gave no answer. It is here:" in told
@@ -53,7 +53,7 @@ def test_workers_die_with_their_launcher(tmp_path):
     worker = int(launcher.stdout.readline())
     launcher.kill()
     launcher.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and _runs(worker):
         time.sleep(0.05)
     assert not _runs(worker)

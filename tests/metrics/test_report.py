@@ -120,6 +120,18 @@ def test_short_series_are_left_alone():
     assert thin(series) is series
 
 
+def test_a_page_does_not_grow_with_the_steps_of_its_run(make_run):
+    pages = [
+        write_report(
+            [make_run(str(steps), steps=steps, stages=2)], make_run(f"{steps}+").parent / "page.html"
+        )
+        for steps in (8_000, 16_000)
+    ]
+    first, second = (page.stat().st_size for page in pages)
+    assert second < 1.1 * first
+
+
+@pytest.mark.slow
 def test_a_hundred_thousand_steps_stay_under_five_megabytes(make_run):
     out = write_report([make_run(steps=100_000, stages=2)], make_run("other").parent / "page.html")
     assert out.stat().st_size < 5_000_000

@@ -126,7 +126,11 @@ def test_hostile_content_does_not_run(open_page, make_run):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 100_000])
-def test_empty_short_and_long_runs_open_quickly(open_page, make_run, steps):
+def test_empty_short_and_long_runs_open(open_page, make_run, steps):
     tab = open_page([make_run(steps=steps, stages=8, finish=False)])
-    assert tab.seconds_to_open < 3.0
     assert tab.locator("h2").count() >= 2
+
+
+@pytest.mark.bench
+def test_a_long_run_opens_quickly(open_page, make_run):
+    assert open_page([make_run(steps=100_000, stages=8, finish=False)]).seconds_to_open < 3.0

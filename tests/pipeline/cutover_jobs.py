@@ -38,7 +38,9 @@ def one(world, groups=range(GROUPS), state=None, snapshot=None, poisoned=None, *
     schedule = jobs.build(world, m=M, **options)
     taken = []
     if snapshot is not None:
-        schedule.after_update = lambda g: taken.append(cloned_state(schedule.capture())) if g == snapshot else None
+        schedule.after_update = lambda g: (
+            taken.append(cloned_state(schedule.capture())) if g == snapshot else None
+        )
     if state is not None:
         schedule.load_state_dict(state)
     plain, count = schedule.loss_fn, 0

@@ -25,7 +25,7 @@ def build(world, optimizer="adamw", tied=True, m=M, frozen=False, **options):
         names = {0: "embedding.weight", world.size - 1: "head.weight"}
         options["tied"] = {"embedding": names[world.rank]} if world.rank in names else {}
     make = tiny.OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-    return Schedule2BW(stage, m, tiny.loss_fn, make, **{"timeout": 20, **options})
+    return Schedule2BW(stage, m, tiny.loss_fn, make, **{"timeout": 120, **options})
 
 
 def step(world, schedule, group, **batch_options):
@@ -137,18 +137,18 @@ def broken(world, case):
     elif case == "missed parameters":
         build(world, optimizer=lambda module: torch.optim.SGD(list(module.parameters())[:-1], lr=0.1))
     elif case == "shapes":
-        schedule = build(world, timeout=3)
+        schedule = build(world)
         step(world, schedule, 0)
         step(world, schedule, 1, length=7)
     elif case == "loss":
-        schedule = build(world, timeout=3)
+        schedule = build(world)
         schedule.loss_fn = lambda output, target: output
         step(world, schedule, 0)
     elif case == "target":
-        schedule = build(world, timeout=3)
+        schedule = build(world)
         step(world, schedule, 0) if last else schedule.step(tiny.batch(0)[0], target=torch.zeros(8))
     elif case == "input":
-        schedule = build(world, timeout=3)
+        schedule = build(world)
         step(world, schedule, 0) if first else schedule.step(torch.zeros(8))
     elif case == "frozen tie":
         build(world, frozen=True)
@@ -159,9 +159,9 @@ def broken(world, case):
     elif case == "short batch":
         step(world, build(world), 0, rows=6)
     elif case == "no input":
-        build(world, timeout=3).step()
+        build(world).step()
     elif case == "again":
-        schedule = build(world, timeout=3)
+        schedule = build(world)
         try:
             step(world, schedule, 0)
             schedule.loss_fn = lambda output, target: output
@@ -174,7 +174,7 @@ def broken(world, case):
 def _tied_block(world, name):
     module = tiny.Model(*tiny.cut(world.rank, world.size), tied=False)
     stage = PipelineStage(module, world.rank, world.size, torch.device("cpu"))
-    return Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, tied={"block": name}, timeout=20)
+    return Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, tied={"block": name}, timeout=120)
 
 
 def far_down(world, folder):
@@ -200,12 +200,12 @@ def lose(world, how, flushed=0):
     import signal
     import time
 
-    schedule = build(world, timeout=4, synchronous=flushed)
+    schedule = build(world, timeout=120 if how == "die" else 8, synchronous=flushed)
     for group in range(10):
         if world.rank == 1 and group == 3:
             if how == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(20)
+            time.sleep(100)
         step(world, schedule, group)
     schedule.drain()
 

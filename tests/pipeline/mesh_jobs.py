@@ -37,7 +37,7 @@ def train(world, stages, mode, optimizer="adamw", tied=True, state=None, groups=
     stage = PipelineStage(module, stage_index, stages, torch.device("cpu"), group=pipelines[data_rank])
     schedule = Schedule2BW(
         stage, M, tiny.loss_fn, make, max_grad_norm=0.3, data_group=columns[stage_index] if degree > 1 else None,
-        shard_optimizer=mode == "zero1", timeout=30, **options,
+        shard_optimizer=mode == "zero1", timeout=120, **options,
     )  # fmt: skip
     if state is not None:
         schedule.load_state_dict(state[world.rank] if isinstance(state, list) else state)
@@ -90,7 +90,7 @@ def experts(world, sharded=False):
     stage = PipelineStage(Experts(), 0, 1, torch.device("cpu"), group=alone)
     schedule = Schedule2BW(
         stage, 2, lambda output, target: (output - target).square().mean(), tiny.adamw, max_grad_norm=0.3,
-        data_group=dist.group.WORLD if world.size > 1 else None, shard_optimizer=sharded, timeout=30, cutover=2,
+        data_group=dist.group.WORLD if world.size > 1 else None, shard_optimizer=sharded, timeout=120, cutover=2,
     )  # fmt: skip
     for group in range(6):
         rows = torch.rand(2, 4, 3, generator=torch.Generator().manual_seed(group)) + 0.1
@@ -109,7 +109,7 @@ def seeds(world, sharded):
     stage = PipelineStage(torch.nn.Linear(3, 3), 0, 1, torch.device("cpu"), group=alone)
     schedule = Schedule2BW(
         stage, 2, lambda output, target: (output - target).square().mean(), tiny.adamw,
-        data_group=dist.group.WORLD, shard_optimizer=sharded, in_flight=3, timeout=30, cutover=2,
+        data_group=dist.group.WORLD, shard_optimizer=sharded, in_flight=3, timeout=120, cutover=2,
     )  # fmt: skip
     losses = []
     for _ in range(3):
@@ -143,7 +143,7 @@ def saving(world):
     stage = PipelineStage(module, 0, 1, torch.device("cpu"), group=alone)
     schedule = Schedule2BW(
         stage, 2, lambda output, target: (output - target).square().mean(), tiny.adamw,
-        data_group=dist.group.WORLD, shard_optimizer=True, timeout=30,
+        data_group=dist.group.WORLD, shard_optimizer=True, timeout=120,
     )  # fmt: skip
     try:
         module.state_dict()

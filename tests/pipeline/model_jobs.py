@@ -109,7 +109,7 @@ def foreign(world, kind):
         tied = {"embedding": TIES[kind][0 if start else -1]}
     stage = PipelineStage(module, world.rank, world.size, torch.device("cpu"))
     schedule = Schedule2BW(
-        stage, M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.5, tied=tied, timeout=30, cutover=2
+        stage, M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.5, tied=tied, timeout=120, cutover=2
     )
     found = run(world, schedule)
     if world.size == 1:
@@ -159,7 +159,7 @@ def traced(world):
     pipe = pipeline(model, mb_args=(tiny.batch(0, rows=2)[0],), split_spec=points)
     stage = pipe.build_stage(world.rank, torch.device("cpu"))
     found = run(
-        world, Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.5, timeout=30, cutover=2)
+        world, Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.5, timeout=120, cutover=2)
     )
     emulator = Emulator(emulated, M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.5, cutover=2)
     found["emulated"] = [loss.item() for g in range(GROUPS) for loss in emulator.step(*tiny.batch(g))]
@@ -188,7 +188,7 @@ def tuples(world):
     stage = PipelineStage(
         Carrier(world.rank == 0, world.rank == world.size - 1), world.rank, world.size, "cpu"
     )
-    schedule = Schedule2BW(stage, M, tiny.loss_fn, tiny.momentum, timeout=30, cutover=M)
+    schedule = Schedule2BW(stage, M, tiny.loss_fn, tiny.momentum, timeout=120, cutover=M)
     found = run(world, schedule)
     parts = [Carrier(rank == 0, rank == world.size - 1) for rank in range(world.size)]
     emulator = Emulator(
@@ -227,7 +227,9 @@ def wrapped(world, how):
             m.forward = torch.autocast("cpu", torch.bfloat16)(plain)
 
     stage = PipelineStage(module, world.rank, world.size, torch.device("cpu"))
-    return run(world, Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, prepare=prepare, timeout=60, cutover=M))
+    return run(
+        world, Schedule2BW(stage, M, tiny.loss_fn, tiny.adamw, prepare=prepare, timeout=120, cutover=M)
+    )
 
 
 def bare(world):
@@ -241,7 +243,7 @@ def bare(world):
         return (output - target).square().mean()
 
     stage = PipelineStage(parts()[world.rank], world.rank, world.size, torch.device("cpu"))
-    schedule = Schedule2BW(stage, M, loss, tiny.adamw, max_grad_norm=0.5, timeout=30, cutover=2)
+    schedule = Schedule2BW(stage, M, loss, tiny.adamw, max_grad_norm=0.5, timeout=120, cutover=2)
     emulator = Emulator(nn.Sequential(*parts()), M, loss, tiny.adamw, max_grad_norm=0.5, cutover=2)
     losses, emulated = [], []
     for group in range(GROUPS):
@@ -277,7 +279,7 @@ def shared_inside(world):
         return (output - target).square().mean()
 
     stage = PipelineStage(Twice(world.rank), world.rank, world.size, torch.device("cpu"))
-    schedule = Schedule2BW(stage, M, loss, tiny.momentum, timeout=30, cutover=M)
+    schedule = Schedule2BW(stage, M, loss, tiny.momentum, timeout=120, cutover=M)
     parts = [Twice(rank) for rank in range(world.size)]
     emulator = Emulator(stages=parts, n_microbatches=M, loss_fn=loss, optimizer=tiny.momentum)
     losses, emulated = [], []

@@ -80,7 +80,7 @@ def setting(dim, tokens, microbatches, **options):
     return emulator, made, x, y
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize(("dim", "tokens", "microbatches", "rounds"), [(128, 64, 4, 40), (8, 2, 1, 300)])
 def test_at_most_five_percent_over_plain_training(dim, tokens, microbatches, rounds, delay):
@@ -89,7 +89,7 @@ def test_at_most_five_percent_over_plain_training(dim, tokens, microbatches, rou
     assert cost(emulator, plain, x, y, rounds) < 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_with_few_tokens_a_step_it_costs_what_two_banks_cost():
     """128 tokens for 1.6M parameters: keeping z_g and publishing are two passes over the weights, whoever does it."""
     emulator, plain, x, y = setting(128, 64, 1)

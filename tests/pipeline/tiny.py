@@ -69,7 +69,7 @@ OPTIMIZERS = {"adamw": adamw, "momentum": momentum}
 
 
 def finish(group):
-    return group >= 23
+    return group >= 11
 
 
 def every_third(group):

@@ -31,6 +31,7 @@ def result():
     return plan(job())
 
 
+@pytest.mark.bench
 def test_the_10b_moe_on_64_devices_is_planned_in_under_ten_seconds():
     began = time.process_time()  # one thread, nothing to wait for: what others do on the machine is left out
     found = plan(job("moe-10b", 64, "h100", 4 * 2**20))

@@ -84,7 +84,7 @@ def test_a_real_profile_survives_its_file(tmp_path):
     profile = measure_profile(preset("cpu-default"), 64, "muon")
     assert set(profile.timings) == {"embedding", "layer", "head"}
     assert profile.timings["layer"].forward(2) > 0
-    assert 1e-6 < profile.link.latency < 0.1
+    assert profile.link.latency > 1e-6
     assert profile.torch_engine.on_demand
     assert not profile.engine.on_demand
     profile.write(tmp_path / "p.json")

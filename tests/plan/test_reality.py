@@ -90,7 +90,7 @@ def predicted_over_measured(pool: RankPool, name: str, work: Work, found: Link, 
     return sum(times) / 2 / sample.period_seconds
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="what others do is read from /proc")
 @pytest.mark.parametrize("microbatches", [2, 4, 8])

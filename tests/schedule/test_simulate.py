@@ -247,6 +247,7 @@ def test_a_measurement_may_stop_while_one_rank_is_ahead() -> None:
     assert part.time_per_update == pytest.approx(12)
 
 
+@pytest.mark.bench
 def test_large_schedule_is_fast() -> None:
     """64 ranks, 512 microbatches, 10 groups in under 10 s, made and simulated."""
     begin = time.process_time()

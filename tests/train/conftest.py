@@ -50,12 +50,6 @@ def data(tmp_path_factory) -> Path:
     return make_data(tmp_path_factory.mktemp("data"))
 
 
-@pytest.fixture(scope="session")
-def pool():
-    with RankPool(4) as ranks:
-        yield ranks
-
-
 class Runs:
     """Runs of the tiny config in one folder."""
 
@@ -81,7 +75,7 @@ class Runs:
             return session.run_rank(None, config.model_dump())
         assert config.pipeline.stages is not None
         ranks = config.pipeline.stages * config.pipeline.data_ranks
-        return self.pool.run(session.run_rank, config.model_dump(), ranks=ranks, timeout=120)[0]
+        return self.pool.run(session.run_rank, config.model_dump(), ranks=ranks, timeout=250)[0]
 
     def weights(self, name: str) -> dict[str, torch.Tensor]:
         return load_master(self.folder / name).weights

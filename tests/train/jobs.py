@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import torch
@@ -43,6 +45,22 @@ def poison(patch: Any, groups: dict[int, str]) -> None:
         return wrong
 
     patch(build, "loss_function", loss)
+
+
+def killed_rank(world: World, tree: dict[str, Any], rank: int, group: int) -> dict[str, Any]:
+    """`rank` is killed when it takes up data group `group`."""
+    original = batches.load
+
+    def load(dataset, index, place):
+        if (world.rank, index) == (rank, group) and dataset.shuffle:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(dataset, index, place)
+
+    batches.load = load
+    try:
+        return session.run_rank(world, tree)
+    finally:
+        batches.load = original
 
 
 def poisoned_rank(world: World, tree: dict[str, Any], groups: dict[int, str]) -> dict[str, Any]:

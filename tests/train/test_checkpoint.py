@@ -54,7 +54,7 @@ def writers(root: Path, pieces: int, keep: int = 2, logged=lambda step, timeout:
     events, failures = [], []
     leader = Leader(names, keep, logged, lambda step, path: events.append((step, path.name)))
     made = [
-        Writer(root, "n0", name, lambda step, text: failures.append(text), leader if i == 0 else None, 5.0)
+        Writer(root, "n0", name, lambda step, text: failures.append(text), leader if i == 0 else None, 100.0)
         for i, name in enumerate(names)
     ]
     return made, events, failures

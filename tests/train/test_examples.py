@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -37,17 +38,22 @@ def test_an_example_run_trains(path, data, tmp_path, pool):
         result = session.run_rank(None, config.model_dump())
     else:
         ranks = config.pipeline.stages * config.pipeline.data_ranks
-        result = pool.run(session.run_rank, config.model_dump(), ranks=ranks, timeout=120)[0]
+        result = pool.run(session.run_rank, config.model_dump(), ranks=ranks, timeout=250)[0]
     assert (result["step"], result["reason"]) == (2, "finished")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_an_example_script_runs(name):
+def test_an_example_script_runs(name, monkeypatch, capsys):
+    if not SCRIPTS[name]:
+        monkeypatch.setattr(sys, "argv", [name, "--steps", "3"])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        assert "muon" in capsys.readouterr().out
+        return
     command = [sys.executable, *SCRIPTS[name], str(EXAMPLES / name), "--steps", "3"]
     environment = dict(os.environ, OMP_NUM_THREADS="1")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "3 updates" in done.stdout if name == "drop_in.py" else "muon" in done.stdout
+    assert "3 updates" in done.stdout
 
 
 def test_every_example_is_covered():

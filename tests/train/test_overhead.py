@@ -15,7 +15,7 @@ def test_contenders_take_turns_of_as_many_updates_and_the_trainer_trains_as_alwa
     config = runs.config("unused", "pipeline.stages=2")
     steps = steps_of(rounds=2, updates=3)
     quiet = _quiet(config, runs.folder / "turns", steps)
-    ranks = runs.pool.run(take_turns, quiet.model_dump(), 3, ranks=2, timeout=120)
+    ranks = runs.pool.run(take_turns, quiet.model_dump(), 3, ranks=2, timeout=250)
     assert all(len(rank["trainer"]) == 2 and len(rank["bare"]) == 3 for rank in ranks)
     assert all(
         c.seconds > 0 and c.cpu_seconds > 0 for rank in ranks for turns in rank.values() for c in turns
@@ -30,7 +30,7 @@ def test_contenders_take_turns_of_as_many_updates_and_the_trainer_trains_as_alwa
         compare(config, rounds=0, updates=1)
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_the_trainer_adds_no_more_than_three_percent():
     """The CPU default, two stages. It measures: run it on a machine that does nothing else."""
     result = compare(resolve(load(None, [])), rounds=25, updates=6)

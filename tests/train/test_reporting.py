@@ -98,7 +98,7 @@ def test_waiting_for_a_step_to_be_on_record(tmp_path):
     recorder = Recorder(tmp_path)
     assert not recorder.wait_for(1, timeout=0.01)
     recorder.write("step", 1)
-    assert recorder.wait_for(1, timeout=0.01)
+    assert recorder.wait_for(1, timeout=60)
     recorder.close()
 
 

@@ -109,13 +109,6 @@ def kill_when(runs, name: str, step: int, index: int, delay: float = 0.0) -> thr
     return thread
 
 
-def killed(runs, name: str, step: int, index: int, *overrides: str, delay: float = 0.0) -> None:
-    thread = kill_when(runs, name, step, index, delay)
-    with pytest.raises(StageError, match="SIGKILL"):
-        runs.train(name, "train.steps=400", "checkpoint.every=10", *overrides)
-    thread.join()
-
-
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory, data, pool):
     from tests.train.conftest import Runs
@@ -125,14 +118,13 @@ def long_run(tmp_path_factory, data, pool):
     return made
 
 
-def test_killed_and_resumed_into_another_depth(runs, long_run):
+def test_killed_and_resumed_into_another_depth(runs, long_run, quick):
     """Rank 1 of 2 is killed, then rank 0 of 4, then one process finishes: the weights never notice."""
     settings = ["train.steps=60", "checkpoint.every=10", "checkpoint.keep=3"]
-    for stages, step, index in ((2, 14, 1), (4, 33, 0)):
-        thread = kill_when(runs, "run", step, index)
+    for stages, group, rank in ((2, 16, 1), (4, 35, 0)):
+        config = runs.config("run", f"pipeline.stages={stages}", *settings).model_dump()
         with pytest.raises(StageError, match="SIGKILL"):
-            runs.train("run", f"pipeline.stages={stages}", *settings)
-        thread.join()
+            runs.pool.run("train.jobs:killed_rank", config, rank, group, ranks=stages, timeout=200)
     assert runs.train("run", "pipeline.stages=1", *settings)["reason"] == "finished"
     assert_equal_weights(runs.weights("run"), long_run.weights("run"))
     assert runs.steps("run") == list(range(1, 61))

@@ -50,13 +50,6 @@ class World:
             )
         return self.rank % stages, self.rank // stages
 
-    def pipeline_ranks(self, stages: int) -> list[int]:
-        first = self.rank // stages * stages
-        return list(range(first, first + stages))
-
-    def data_ranks(self, stages: int) -> list[int]:
-        return list(range(self.rank % stages, self.size, stages))
-
 
 def started_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()

@@ -144,14 +144,6 @@ def build_model(config: ModelConfig, seed: int, device: torch.device | str = "cp
     return build_stage(config, 0, config.layers, embedding=True, head=True, seed=seed, device=device)
 
 
-def tied_names(config: ModelConfig, stage: Stage) -> dict[str, str]:
-    """{tie: parameter} for the engine, where the tied matrices live on two stages. On one stage they are
-    one shared parameter, which the engine finds by itself."""
-    if not config.tied or (stage.embedding is None) == (stage.head is None):
-        return {}
-    return {"embedding": "embedding.weight" if stage.embedding is not None else "head.weight"}
-
-
 def _role(name: str, parameter: nn.Parameter) -> str:
     if parameter.ndim == 1:
         return "vector"
