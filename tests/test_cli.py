@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -172,12 +173,14 @@ def test_train_generate_and_train_again(tmp_path):
     place = f"run.dir={tmp_path / 'run'}"
     done = run("train", place, *small)
     assert done.returncode == 0, done.stderr
-    assert "unigram entropy of the corpus" in done.stdout
-    assert "sample:" in done.stdout
+    assert "for guessing every token by its frequency" in done.stdout
+    assert "A text by this model" not in done.stdout  # not asked for
     assert "step 3/3" in done.stdout
+    assert str(tmp_path / "run" / "report.html") in done.stdout
     for name in ("report.html", "events.jsonl", "config.toml", "environment.json", "tokenizer.json"):
-        assert str(tmp_path / "run" / name) in done.stdout
         assert (tmp_path / "run" / name).is_file()
+    typed = json.loads((tmp_path / "run" / "environment.json").read_text())["command"]
+    assert typed == shlex.join(["slipstream", "train", place, *small])
     written = run("generate", str(tmp_path / "run"), "import ", "--tokens", "8", "--json")
     assert written.returncode == 0, written.stderr
     answer = json.loads(written.stdout)
@@ -218,8 +221,8 @@ def test_ctrl_c_saves_and_exits_cleanly_and_a_killed_launcher_leaves_nothing(tin
     wait_for_step(folder, 5)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, out
-    assert "saved. The same command resumes it." in out
+    assert process.returncode == 75, out  # stopped, not finished
+    assert out.index("Ctrl-C again ends it at once") < out.index("saved. The same command resumes it.")
     stopped = [event["step"] for event in events(folder) if event["event"] == "checkpoint"][-1]
     assert f"Stopped at step {stopped}" in out
 

@@ -23,6 +23,7 @@ from slipstream.distributed.device_group import (
     can_share,
     register_backends,
 )
+from slipstream.distributed.launch import started_by_torchrun
 from slipstream.errors import UserError
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
@@ -54,10 +55,6 @@ class World:
 
     def data_ranks(self, stages: int) -> list[int]:
         return list(range(self.rank % stages, self.size, stages))
-
-
-def started_by_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
 
 
 @contextlib.contextmanager
