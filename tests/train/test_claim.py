@@ -18,7 +18,9 @@ def test_a_folder_with_files_of_the_users_is_refused_and_untouched(tmp_path, cap
         main(["train", f"run.dir={mine}", "train.steps=1"])
     assert ended.value.code == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert "holds files that are no run of slipstream's (config.toml, report.html). Nothing was changed." in told
+    assert (
+        "holds files that are no run of slipstream's (config.toml, report.html). Nothing was changed." in told
+    )
     assert "Set run.dir to a folder that is new or empty" in told
     assert {path.name: path.read_text() for path in mine.iterdir()} == {
         "config.toml": "theirs = 1\n",
@@ -26,7 +28,9 @@ def test_a_folder_with_files_of_the_users_is_refused_and_untouched(tmp_path, cap
     }
 
 
-@pytest.mark.parametrize("held", ["lock", "events.jsonl", "checkpoints/step-00000004/manifest.json", ".hidden"])
+@pytest.mark.parametrize(
+    "held", ["lock", "events.jsonl", "checkpoints/step-00000004/manifest.json", ".hidden"]
+)
 def test_what_a_run_left_behind_and_an_empty_folder_are_taken(tmp_path, held):
     (tmp_path / held).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / held).write_text("")
@@ -37,7 +41,7 @@ def test_a_lock_or_a_log_of_somebody_else_is_no_run(tmp_path):
     (tmp_path / "lock").write_text("held by emacs\n")
     (tmp_path / "events.jsonl").write_text('{"user": 3}\n')
     assert not is_run(tmp_path)
-    with pytest.raises(UserError, match="events.jsonl, lock"):
+    with pytest.raises(UserError, match=r"events\.jsonl, lock"):
         refuse_foreign(tmp_path)
 
 
