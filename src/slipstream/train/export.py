@@ -18,6 +18,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from slipstream.models.config_json import read_config
 from slipstream.models.sizes import ModelConfig
 from slipstream.models.stages import build_model
 
-__all__ = ["export", "hugging_face_class", "read_config", "read_weights", "to_hugging_face"]
+__all__ = ["export", "hugging_face_class", "read_config", "read_weights", "to_hugging_face", "write_own"]
 
 _SHARD_BYTES = 4 << 30
 _TOP = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
@@ -128,6 +129,34 @@ def hugging_face_config(config: ModelConfig, sequence: int, dtype: torch.dtype) 
     }
 
 
+def write_own(
+    weights: Mapping[str, Tensor], folder: Path, *, tokenizer: Path | None, dtype: torch.dtype
+) -> None:
+    """The weights of a user's own model, and the tokenizer."""
+    tensors = ((name, tensor.detach().cpu().to(dtype).contiguous()) for name, tensor in weights.items())
+    with _folder(folder) as draft:
+        _save_sharded(tensors, draft)
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, draft / "tokenizer.json")
+
+
+@contextmanager
+def _folder(folder: Path) -> Iterator[Path]:
+    """A draft of a new folder, which appears under its name whole or not at all."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} already exists. Choose another folder, or delete it first.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield draft
+        draft.chmod(0o755)
+        os.replace(draft, folder)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder} could not be written: {error}. Nothing was left behind.") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
 def export(
     state: Mapping[str, Tensor],
     config: ModelConfig,
@@ -138,26 +167,16 @@ def export(
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Write the folder. `tokenizer` is a tokenizer.json; `sequence` the length trained with."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} already exists. Choose another folder, or delete it first.")
     described = hugging_face_config(config, sequence, dtype)
     if tokenizer is not None:
         end = Tokenizer.load(tokenizer).end_of_document
         described |= {"bos_token_id": end, "eos_token_id": end}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
+    with _folder(folder) as draft:
         _save_sharded(((name, tensor.to(dtype)) for name, tensor in to_hugging_face(state, config)), draft)
         _write_json(draft / "config.json", described)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, draft / "tokenizer.json")
             _write_json(draft / "tokenizer_config.json", _tokenizer_config(sequence))
-        draft.chmod(0o755)
-        os.replace(draft, folder)  # the folder appears whole or not at all
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder} could not be written: {error}. Nothing was left behind.") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _tokenizer_config(sequence: int) -> dict[str, Any]:

@@ -32,6 +32,12 @@ class Trained:
 def load_trained(run: str | Path, device: str = "cpu") -> Trained:
     """The master of the newest good checkpoint of a run."""
     master = load_master(run)
+    if master.model is None:
+        raise UserError(
+            f"'{run}' trained a model of your own ({master.config.model.module}), which only you can run. "
+            "`slipstream export "
+            f"{run} FOLDER` writes its weights for `load_state_dict`."
+        )
     if master.tokenizer is None:
         raise UserError(
             f"'{run}' has no tokenizer: its data came without a tokenizer.json. Put one beside it."

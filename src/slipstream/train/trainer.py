@@ -146,7 +146,7 @@ def _validated(parts: Parts, saver: _Saver, step: int) -> bool:
     patience = parts.config.train.patience
     if parts.best.see(step, _validate(parts, step)):
         if parts.config.checkpoint.best:
-            saver.save(step)
+            saver.keep_best(step)
     elif patience and parts.best.since >= patience:
         if parts.show is not None:
             parts.show.note(
@@ -161,7 +161,7 @@ def _last_validation(parts: Parts, saver: _Saver, step: int, known: bool) -> flo
     """The loss of the last state. Where it is the best one, that state was saved before this was known."""
     loss = _validate(parts, step, silently=known)
     if not known and parts.best.see(step, loss) and parts.config.checkpoint.best:
-        saver.point_at_best(step)
+        saver.keep_best(step)
     return loss
 
 
@@ -194,10 +194,13 @@ class _Saver:
             state = snapshot(self._parts.engine.capture())
             self._parts.writer.submit(step, state, self._meta, self._parts.reporter.poll)
 
-    def point_at_best(self, step: int) -> None:
-        self._parts.writer.finish()
-        if self._parts.seat.leader and self._parts.config.checkpoint.keep:
-            checkpoint.point_at(checkpoint.folder_of(self._parts.root, step))
+    def keep_best(self, step: int) -> None:
+        """Save the state of `step`; `checkpoints/best` is to lead to it. A checkpoint that is still to be committed is
+        linked then (`assemble.py`), one that was committed before its loss was known, here."""
+        self.save(step)
+        saved = checkpoint.folder_of(self._parts.root, step)
+        if self._parts.seat.leader and saved.exists():
+            checkpoint.point_at(saved)
 
     def check_hashes(self, *, finish: bool = False) -> None:
         """The leader compares what all ranks posted, when they have; a difference ends the run by name."""
