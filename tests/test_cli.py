@@ -126,7 +126,25 @@ def test_config_is_found_in_capitals_and_names_types_in_words(capsys):
 
 def test_config_says_when_no_key_matches(capsys):
     assert exit_code(["config", "optim.learning_rate"]) == 2
-    assert "No key contains 'optim.learning_rate'. Did you mean" in capsys.readouterr().err
+    assert "contains 'optim.learning_rate'. Did you mean" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [("learning", "optim.lr"), ("precision", "train.dtype"), ("wandb", "train.trackers"), ("Early", "train.patience")],
+)
+def test_config_searches_what_is_said_of_a_key(capsys, word, key):
+    assert exit_code(["config", word]) == 0
+    assert key in capsys.readouterr().out
+
+
+def test_output_that_nobody_reads_ends_a_command_without_a_traceback():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "slipstream", "config"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    assert process.wait() == 141
+    assert process.stderr.read() == ""
 
 
 def test_config_lists_every_key(capsys):

@@ -17,7 +17,8 @@ def read_config(folder: Path, *, to_run: bool = True) -> ModelConfig:
     """
     path = folder / "config.json" if folder.is_dir() else folder
     if not path.is_file():
-        raise UserError(f"{folder} is not a Hugging Face folder: it has no config.json.")
+        what = "is not a Hugging Face folder: it has no config.json" if folder.is_dir() else "does not exist"
+        raise UserError(f"{folder} {what}. Name the folder of a model, or its config.json.")
     try:
         return _read_config(folder, json.loads(path.read_text(encoding="utf-8")), to_run)
     except KeyError as error:
