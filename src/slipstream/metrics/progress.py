@@ -141,7 +141,8 @@ def short_line(event: dict[str, Any], eta_seconds: float, room: int) -> str:
 def _parts(event: dict[str, Any]) -> dict[str, str]:
     parts = {"loss": f"loss {number(event['loss'])}", "lr": f"lr {event['lr']:.3g}"}
     parts["norm"] = "skipped: not finite" if event["skipped"] else f"norm {number(event['grad_norm'], 3)}"
-    parts["speed"] = f"{event['tokens_per_second']:,.0f} tok/s"
+    if event["tokens_per_second"] is not None:
+        parts["speed"] = f"{event['tokens_per_second']:,.0f} tok/s"
     if event["busy"]:
         parts["busy"] = "busy " + "/".join(f"{share:.0%}" for share in event["busy"])
     if event["mfu"] is not None:

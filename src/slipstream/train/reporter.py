@@ -143,7 +143,7 @@ class Reporter:
             "grad_norm": norm,
             "skipped": skipped,
             "tokens": step * self._config.tokens_per_step,
-            "tokens_per_second": round(self._meter.tokens_per_second, 1),
+            "tokens_per_second": round(self._meter.tokens_per_second, 1) or None,  # not known is not 0
             "busy": [round(share, 4) for share in self._meter.busy],
             "mfu": None if (mfu := self._meter.mfu) is None else round(mfu, 4),
             "memory_bytes": [stage["memory"] for stage in self._stages],
