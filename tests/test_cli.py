@@ -131,7 +131,12 @@ def test_config_says_when_no_key_matches(capsys):
 
 @pytest.mark.parametrize(
     ("word", "key"),
-    [("learning", "optim.lr"), ("precision", "train.dtype"), ("wandb", "train.trackers"), ("Early", "train.patience")],
+    [
+        ("learning", "optim.lr"),
+        ("precision", "train.dtype"),
+        ("wandb", "train.trackers"),
+        ("Early", "train.patience"),
+    ],
 )
 def test_config_searches_what_is_said_of_a_key(capsys, word, key):
     assert exit_code(["config", word]) == 0
@@ -140,7 +145,10 @@ def test_config_searches_what_is_said_of_a_key(capsys, word, key):
 
 def test_output_that_nobody_reads_ends_a_command_without_a_traceback():
     process = subprocess.Popen(
-        [sys.executable, "-m", "slipstream", "config"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "slipstream", "config"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     process.stdout.close()
     assert process.wait() == 141

@@ -28,11 +28,13 @@ COMMANDS = {
     "generate": ("slipstream.cli.generate", "Write text with a trained run."),
     "export": ("slipstream.cli.export", "Write a run as a Hugging Face folder."),
     "report": ("slipstream.cli.report", "One HTML page about one or more runs."),
+    "runs": ("slipstream.cli.runs", "List runs; compare them; show in what they differ."),
     "watch": ("slipstream.cli.watch", "A live view of a running job."),
     "schedule": ("slipstream.cli.schedule", "Draw and compare pipeline schedules."),
     "plan": ("slipstream.cli.plan", "Choose a layout for a model and a cluster."),
     "study": ("slipstream.cli.study", "Run many runs and tabulate what delay costs."),
     "bench": ("slipstream.cli.bench", "Measure the engine against torch's own schedules."),
+    "completion": ("slipstream.cli.completion", "Make your shell complete commands, keys and values."),
 }
 
 
@@ -80,6 +82,10 @@ def _dispatch(arguments: list[str]) -> None:
         _print_help()
     elif name == "--version":
         print(f"slipstream {__version__}")
+    elif name == "__complete":  # asked by the scripts of `slipstream completion`
+        from slipstream.cli.completion import candidates
+
+        print("\n".join(candidates(" ".join(arguments[1:]))))
     elif name in COMMANDS:
         app = import_module(COMMANDS[name][0]).app
         app(args=arguments[1:], prog_name=f"slipstream {name}")

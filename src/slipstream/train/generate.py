@@ -107,6 +107,16 @@ def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gen
 
 def write(trained: Trained, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int) -> str:
     """The continuation of `prompt`, as text."""
+    return "".join(pieces(trained, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed))
+
+
+def pieces(
+    trained: Trained, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int
+) -> Iterator[str]:
+    """The same text piece by piece, each when its last token is there.
+
+    A character may take several tokens: what ends within one is held back until it is whole.
+    """
     try:
         prompt.encode()
     except UnicodeEncodeError as error:  # bytes of a command line that are no UTF-8 come as lone surrogates
@@ -124,4 +134,20 @@ def write(trained: Trained, prompt: str, tokens: int, *, temperature: float, top
         seed=seed,
         end=trained.tokenizer.end_of_document,
     )
-    return trained.tokenizer.decode(list(made))
+    yield from _in_pieces(trained.tokenizer, made)
+
+
+def _in_pieces(tokenizer: Tokenizer, made: Iterator[int]) -> Iterator[str]:
+    decode = tokenizer.decode
+    told, fresh = (
+        [],
+        [],
+    )  # tokens whose text is out, of which the last piece is kept: what follows may hang on it
+    for token in made:
+        fresh.append(token)
+        before, text = decode(told), decode([*told, *fresh])
+        if not text.endswith("\ufffd"):
+            yield text[len(before) :]
+            told, fresh = fresh, []
+    if fresh:
+        yield decode([*told, *fresh])[len(decode(told)) :]
