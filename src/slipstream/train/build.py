@@ -21,7 +21,7 @@ from slipstream.errors import UserError
 from slipstream.models.loss import TokenLoss
 from slipstream.models.sizes import ModelConfig
 from slipstream.models.stages import Stage, build_stage, split
-from slipstream.optim.build import build as build_optimizer
+from slipstream.optim import build as build_optimizer
 from slipstream.optim.corrections import Correction, build_correction, synchronous_groups
 from slipstream.optim.lr import schedule as lr_schedule
 from slipstream.train.export import read_weights
