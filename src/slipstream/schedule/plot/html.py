@@ -14,12 +14,12 @@ from slipstream.schedule.timeline import Timeline
 _MOST_SPANS = 8_000
 _STYLE = """
 body{margin:0;font:15px/1.4 system-ui,sans-serif;color:#333a45;background:#fff}
-header{display:flex;gap:.6em;align-items:center;padding:.7em 1em;flex-wrap:wrap}
+header{display:flex;gap:.6em;align-items:center;padding:.7em 1em}
 h1{font-size:1.05em;margin:0 auto 0 0}
 button{font:inherit;min-width:2.4em;padding:.2em .5em;border:1px solid #c4cad3;border-radius:6px;background:#f6f7f9}
 .scroll{overflow-x:auto;-webkit-overflow-scrolling:touch;padding-bottom:3.4em}
 svg{display:block;width:calc(100% * var(--zoom,1));min-width:calc(820px * var(--zoom,1));height:auto}
-rect[data-tip]{cursor:pointer}
+svg rect{cursor:pointer}
 rect.chosen{stroke:#10141a;stroke-width:2}
 #tip{position:fixed;left:0;right:0;bottom:0;padding:.6em 1em;background:#20242b;color:#fff;min-height:1.4em}
 """
