@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -253,7 +254,8 @@ def _open_records(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     folders.write_environment(folder, config, described, name, command)
     if data is not None and (data / TOKENIZER_FILE).is_file():
-        shutil.copyfile(data / TOKENIZER_FILE, folder / TOKENIZER_FILE)
+        with contextlib.suppress(shutil.SameFileError):  # a run in the folder of its data
+            shutil.copyfile(data / TOKENIZER_FILE, folder / TOKENIZER_FILE)
     recorder = Recorder(folder, open_trackers(config, folder, plan.step))
     stack.callback(recorder.close)
     resumed = plan.source is not None and not plan.forked

@@ -20,7 +20,7 @@ def refuse_foreign(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise UserError(f"run.dir '{folder}' is a file. Set run.dir to a folder that is new or empty.")
-    held = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    held = sorted(path.name for path in folder.iterdir() if not path.match(".*") and not _shards(path))
     if held:
         names = ", ".join(held[:5]) + (f" and {len(held) - 5} more" if len(held) > 5 else "")
         raise UserError(
@@ -28,6 +28,11 @@ def refuse_foreign(folder: Path) -> None:
             "changed. Set run.dir "
             "to a folder that is new or empty, or to that of a run to go on with."
         )
+
+
+def _shards(path: Path) -> bool:
+    """A run may lie in the folder of its data: it writes nothing of these names but the tokenizer, which is the same."""
+    return path.suffix == ".bin" or path.name in ("meta.json", "tokenizer.json")
 
 
 def is_run(folder: Path) -> bool:
