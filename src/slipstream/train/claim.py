@@ -31,7 +31,7 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def _shards(path: Path) -> bool:
-    """A run may lie in the folder of its data: it writes nothing of these names but the tokenizer, which is the same."""
+    """A run may lie in the folder of its data: of these names it writes only the tokenizer, which is the same."""
     return path.suffix == ".bin" or path.name in ("meta.json", "tokenizer.json")
 
 
