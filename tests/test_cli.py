@@ -151,7 +151,7 @@ def test_output_that_nobody_reads_ends_a_command_without_a_traceback():
         text=True,
     )
     process.stdout.close()
-    assert process.wait() == 141
+    assert process.wait() in (1, 141)  # rich and click end with 1 themselves
     assert process.stderr.read() == ""
 
 
