@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slipstream import Emulator
-from slipstream.optim.build import build
+from slipstream.optim import build
 
 VOCAB, CONTEXT, MICROBATCHES = 32, 8, 4
 

@@ -6,6 +6,7 @@ The command line prints a `UserError` without a traceback and exits with 2; anyt
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, distribution
 
 
 class UserError(Exception):
@@ -38,5 +39,20 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, damaged or belongs to something else."""
 
 
+class StoppedError(UserError):
+    """A second request to stop: the run was ended without saving."""
+
+
 class StageError(UserError):
     """A pipeline stage that died, stalled or answered with something unexpected."""
+
+
+def install(extra: str) -> str:
+    """How to install what an optional part needs, in a clone of this package or beside a wheel of it."""
+    try:
+        origin = distribution("slipstream").read_text("direct_url.json") or ""
+    except PackageNotFoundError:
+        origin = '"editable"'  # a checkout that is used without being installed
+    if "editable" in origin:
+        return f"Install it in the checkout: pip install -e '.[{extra}]'."
+    return f"Install it: pip install 'slipstream[{extra}]'."

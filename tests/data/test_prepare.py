@@ -83,7 +83,9 @@ def test_two_documents_are_enough_and_one_is_not(tmp_path):
     meta = prepare(lambda: TEXTS[:2], tmp_path / "two", Recipe(vocab=257, valid_fraction=0.0))
     assert meta["documents"] == {"train": 1, "valid": 1}
     with pytest.raises(DataError, match="single document"):
-        prepare(lambda: TEXTS[:1], tmp_path / "one", Recipe(vocab=257))
+        prepare(lambda: ["w"], tmp_path / "one", Recipe(vocab=257))
+    with pytest.raises(DataError, match="single document"):
+        prepare(lambda: TEXTS[:1], tmp_path / "one", Recipe(vocab=257, valid_fraction=0.0))
     with pytest.raises(DataError, match="no text"):
         prepare(list, tmp_path / "none", Recipe(vocab=257))
     with pytest.raises(DataError, match="valid-fraction"):
@@ -96,7 +98,7 @@ def test_long_documents_are_cut_only_for_encoding(tmp_path, monkeypatch):
     monkeypatch.setattr("slipstream.data.prepare._PIECE_CHARACTERS", 50)
     monkeypatch.setattr("slipstream.data.prepare._BATCH_CHARACTERS", 300)
     texts = ["word " * 100, "line\n" * 100, "é" * 333, "short"]
-    prepare(lambda: texts, tmp_path / "out", Recipe(vocab=280))
+    prepare(lambda: texts, tmp_path / "out", Recipe(vocab=280, valid_fraction=0.01))
     assert sorted(decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "valid")) == sorted(texts)
 
 
@@ -310,3 +312,68 @@ def test_tokenizer_keeps_any_text_and_refuses_what_it_is_not(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="not a tokenizer"):
         Tokenizer.load(tmp_path)
+
+
+def test_a_book_in_one_file_is_cut_near_its_end(tmp_path):
+    lines = [f"{i} this is a line of a book\n" for i in range(2000)]
+    meta = prepare(lambda: ["".join(lines)], tmp_path / "out", Recipe(vocab=300))
+    assert meta["documents"] == {"train": 1, "valid": 1}
+    (head,), (tail,) = decoded(tmp_path / "out", "train"), decoded(tmp_path / "out", "valid")
+    assert head + tail == "".join(lines)
+    assert head.endswith("\n")
+    assert 0.08 < len(tail) / len(head + tail) < 0.12
+
+
+@pytest.mark.parametrize("count", [2, 3, 10, 100])
+def test_a_small_text_sets_a_tenth_aside_whatever_its_documents(tmp_path, count):
+    texts = [f"{i} " + "a few words more. " * (20_000 // count) for i in range(count)]
+    prepare(lambda: texts, tmp_path / "out", Recipe(vocab=300))
+    train, valid = (sum(map(len, decoded(tmp_path / "out", split))) for split in ("train", "valid"))
+    assert train + valid == sum(map(len, texts))
+    assert 0.08 < valid / (train + valid) < 0.25
+
+
+def test_a_long_text_sets_one_in_a_hundred_aside(tmp_path):
+    texts = [f"{i} " + "a few words more. " * 40 for i in range(4000)]
+    meta = prepare(lambda: texts, tmp_path / "out", Recipe(vocab=300))
+    share = meta["documents"]["valid"] / 4000
+    assert 0.03 < share < 0.07  # 128 KiB of 2.9 MB
+
+
+def test_the_vocabulary_suits_the_text(tmp_path):
+    from slipstream.data.prepare import suitable_vocab
+
+    assert [suitable_vocab(size) for size in (1000, 1_000_000, 4 << 20, 10**9)] == [512, 3904, 16384, 16384]
+
+
+def test_a_folder_is_read_at_any_depth_and_the_next_command_is_printed(tmp_path, capsys):
+    texts = tmp_path / "my texts"
+    (texts / "deep" / "deeper").mkdir(parents=True)
+    (texts / ".git").mkdir()
+    for index, name in enumerate(
+        ("a.txt", "deep/b.md", "deep/deeper/c.jsonl", ".git/d.txt", "e.pdf", "empty.txt")
+    ):
+        text = "" if name == "empty.txt" else f"{index} of some words again and again\n" * 400
+        (texts / name).write_text(json.dumps({"text": text}) + "\n" if name.endswith("jsonl") else text)
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "prepare", str(texts), "--out", str(tmp_path / "shards")])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert "files            3" in told
+    assert "left out         2 files of other kinds (.pdf, .txt)" in told
+    assert f"Next: slipstream train data.path={tmp_path / 'shards'} run.dir=runs/shards" in told
+    with pytest.raises(SystemExit):
+        main(["data", "prepare", str(texts / ".git" / ".."), "--out", str(tmp_path / "again")])
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "x.png").write_bytes(b"x")
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "prepare", str(tmp_path / "pictures"), "--out", str(tmp_path / "no")])
+    assert ended.value.code == 2
+    assert "holds no text that can be read (it holds: .png)" in " ".join(capsys.readouterr().err.split())
+
+
+def test_little_validation_text_is_warned_of(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("a few words\n" * 30)
+    with pytest.raises(SystemExit):
+        main(["data", "prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out")])
+    assert "its loss will say little" in " ".join(capsys.readouterr().err.split())

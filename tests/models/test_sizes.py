@@ -49,8 +49,8 @@ def counted_forward_flops(config: ModelConfig, sequence: int) -> int:
     mapping = {torch.ops.aten._grouped_mm: grouped_flops}
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter, torch.no_grad():
         model(tokens)
-    full_attention = config.layers * 4 * sequence * sequence * config.dim
-    causal_attention = config.layers * 2 * sequence * (sequence + 1) * config.dim
+    full_attention = config.layers * 4 * sequence * sequence * config.q_dim
+    causal_attention = config.layers * 2 * sequence * (sequence + 1) * config.q_dim
     return counter.get_total_flops() - full_attention + causal_attention
 
 
@@ -127,3 +127,12 @@ def test_wrong_boundaries_and_shapes_say_what_to_change():
 def test_sizes_need_no_torch():
     code = "import sys, slipstream.models.sizes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),  # as the authors give them
+    [("llama3-8b", 8.03), ("llama3-70b", 70.55), ("qwen3-0.6b", 0.596), ("qwen3-4b", 4.02), ("qwen3-8b", 8.19),
+     ("qwen3-32b", 32.76), ("qwen3-30b-a3b", 30.53), ("mixtral-8x7b", 46.70), ("mixtral-8x22b", 140.63)],
+)  # fmt: skip
+def test_published_shapes_have_the_published_size(name, billions):
+    assert sizes.parameters(PRESETS[name]) / 1e9 == pytest.approx(billions, rel=2e-3)

@@ -200,6 +200,7 @@ def test_a_second_replica_compiles_nothing_new():
     replicas = [build_model(DENSE, 0)]
     replicas.append(copy.deepcopy(replicas[0]))
     for model in replicas:
+        model.prepare_for_compiler()
         torch.compile(model, backend=backend)(tokens_of(DENSE)).sum().backward()
     assert len(graphs) == 1
 
@@ -210,6 +211,7 @@ def test_a_compiled_stage_gives_the_same_gradient(name):
     config, tokens = ALL[name], tokens_of(ALL[name])
     plain = build_model(config, 0)
     compiled = copy.deepcopy(plain)
+    compiled.prepare_for_compiler()
     compiled.compile()
     for model in (plain, compiled):
         TokenLoss()(model(tokens), tokens).backward()

@@ -129,7 +129,7 @@ def _share(tensor, data_rank, degree):
 
 
 def _build(name, module):
-    from slipstream.optim.build import build
+    from slipstream.optim import build
 
     return build(name, module, lr=0.01)
 

@@ -10,7 +10,7 @@ from pipeline import tiny
 from slipstream import Emulator, UserError, cloned_state
 from slipstream.models.sizes import PRESETS
 from slipstream.models.stages import build_model
-from slipstream.optim.build import build
+from slipstream.optim import build
 from slipstream.pipeline import graphs
 from slipstream.pipeline.graphs import PLAIN_GROUPS, CudaGraphs
 from slipstream.torch_private import tree_leaves

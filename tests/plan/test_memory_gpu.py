@@ -31,7 +31,7 @@ def peak_bytes(name: str, size: int, optimizer: str) -> int:
     from slipstream import Emulator
     from slipstream.models.loss import TokenLoss, with_group_count
     from slipstream.models.stages import build_model
-    from slipstream.optim.build import build
+    from slipstream.optim import build
 
     config = preset(name)
     torch.cuda.empty_cache()

@@ -100,7 +100,7 @@ def test_asynchrony_pays_where_stages_are_many_and_microbatches_few():
 
 
 def test_memory_per_device_falls_with_more_stages():
-    held = [plan(job(schedule="1f1b", stages=p, microbatch_size=1)).best.memory_bytes for p in (2, 4, 8)]
+    held = [plan(job(schedule="1f1b", stages=p, microbatch_size=8 // p)).best.memory_bytes for p in (2, 4, 8)]
     assert held == sorted(held, reverse=True)
 
 
@@ -108,7 +108,7 @@ def test_more_jitter_is_slower():
     calm, rough = (
         plan(
             replace(
-                job(schedule="2bw", stages=4, microbatch_size=2),
+                job(schedule="2bw", stages=4, microbatch_size=2 * 2),
                 cluster=Cluster(find_device("a100-40g"), 8, j),
             )
         )

@@ -44,7 +44,7 @@ def test_pipedream_2bw_against_its_flushed_1f1b(batch, published):
     speeds = [
         plan(
             Job(config, Cluster(find_device("v100-16g"), 64), batch * 512, 512, optimizer="adamw",
-                schedule=name, stages=16, microbatch_size=4)
+                schedule=name, stages=16, microbatch_size=4 * 4)
         ).best.tokens_per_second
         for name in ("2bw", "1f1b")
     ]  # fmt: skip

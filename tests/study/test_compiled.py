@@ -9,7 +9,7 @@ import pytest
 from slipstream.study.parse import load_study
 from slipstream.study.worker import shape_of
 from slipstream.train.rehearse import rehearsal
-from slipstream.train.session import start
+from slipstream.train.start import start
 
 TOY = Path(__file__).parents[2] / "studies" / "toy.toml"
 

@@ -104,3 +104,34 @@ def test_each_token_passes_the_model_once_or_twice_not_with_its_whole_window():
     assert len(list(sample(model, [1, 2, 3], 200, sequence=128))) == 200
     # A full window starts again from its second half: 203 tokens, and 64 of them again for each full window.
     assert 202 <= sum(passed) <= 203 + 2 * 64
+
+
+def test_pieces_are_whole_characters_and_make_the_text():
+    """Also where a character takes several tokens, and where a tokenizer writes spaces at the front of words."""
+    from slipstream.train import generate
+
+    class Bytes:
+        """One token a byte."""
+
+        end_of_document = 0
+
+        def encode(self, text):
+            return list(text.encode())
+
+        def decode(self, ids):
+            return bytes(ids).decode("utf-8", "replace")
+
+    class Words(Bytes):
+        """A token is a word, and a text does not begin with the space before its first one."""
+
+        def decode(self, ids):
+            return "".join(f" {chr(96 + i)}" for i in ids).removeprefix(" ")
+
+    for tokenizer, ids, text in (
+        (Bytes(), list("naïve — 東京".encode()), "naïve — 東京"),
+        (Words(), [1, 2, 3], "a b c"),
+        (Bytes(), [0xE6, 0x9D], "\ufffd"),
+    ):
+        made = list(generate._in_pieces(tokenizer, iter(ids)))
+        assert "".join(made) == text
+        assert not any(piece.endswith("\ufffd") for piece in made[:-1])

@@ -112,7 +112,7 @@ EVENT = {
 def test_a_step_shows_what_matters(terminal):
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=200)
-    with Show(10, console=console) as show:
+    with Show(10, 1, console) as show:
         show.step(EVENT, 93)
         show.step(EVENT | {"step": 4, "skipped": True, "loss": None}, 4000)
     text = out.getvalue()

@@ -8,7 +8,7 @@ from torch import nn
 
 from slipstream.errors import ConfigError, UserError
 from slipstream.pipeline.versions import Replica
-from slipstream.train import session
+from slipstream.train.start import start
 from slipstream.train.synchronous import _as_module
 
 on_gpu = pytest.mark.skipif(torch.cuda.device_count() != 1, reason="needs one CUDA device")
@@ -32,7 +32,7 @@ def test_ranks_on_one_gpu_train_like_one_process(runs, schedule, stages, dtype):
 @pytest.mark.gpu
 @on_gpu
 def test_a_partitioned_gpu_trains(runs):
-    session.start(runs.config("run", "pipeline.stages=2", "pipeline.partitions=true", "train.device=cuda"))
+    start(runs.config("run", "pipeline.stages=2", "pipeline.partitions=true", "train.device=cuda"))
     assert runs.steps("run") == list(range(1, 13))
 
 
@@ -42,7 +42,7 @@ def test_partitions_without_a_gpu_are_refused(runs):
     if not torch.cuda.is_available():
         config = runs.config("run", "pipeline.partitions=true", "train.device=auto")
         with pytest.raises(UserError, match="torch sees none"):
-            session.start(config)
+            start(config)
 
 
 def test_a_wrapped_replica_shows_its_parameters():

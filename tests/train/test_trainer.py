@@ -188,7 +188,7 @@ def test_a_changed_trajectory_is_refused_with_the_difference(runs):
     with pytest.raises(UserError) as caught:
         runs.train("run", "pipeline.schedule=emulate", "train.steps=8", "optim.lr=0.5", "checkpoint.keep=7")
     text = str(caught.value)
-    assert "train.steps: the run has 4, asked for 8" in text
+    assert "train.steps" not in text  # a run may become longer
     assert "optim.lr: the run has 0.01, asked for 0.5" in text
     assert "checkpoint.keep" not in text
     assert "run.fork_from" in text
@@ -219,6 +219,9 @@ def test_tensorboard_forgets_what_a_resumed_run_tells_again(runs, monkeypatch):
 
         def add_scalar(self, name: str, value: float, step: int) -> None:
             made[-1][2].append((name, step))
+
+        def add_text(self, name: str, text: str, step: int) -> None:
+            assert (name, text.splitlines()[0]) == ("run", "run")
 
         def close(self) -> None:
             pass
@@ -335,7 +338,7 @@ def test_a_fork_goes_on_with_other_settings(runs, reference):
 
 def test_every_rank_logs_the_true_loss(runs):
     runs.train("run", "pipeline.stages=4", "train.steps=3")
-    losses = [f"loss(bank) {event['loss']:.4f}" for event in runs.events("run", "step")]
+    losses = [f"loss {event['loss']:.4f}" for event in runs.events("run", "step")]
     for rank in (1, 2, 3):
         lines = (runs.folder / "run" / "logs" / f"rank-{rank}.log").read_text().splitlines()
         assert [line.split("  ")[1] for line in lines] == losses

@@ -88,5 +88,6 @@ def hidden(
 def compile_layers(module: nn.Module) -> None:
     """Compile each decoder layer; all of them share one compiled function."""
     if isinstance(module, Stage):
+        module.prepare_for_compiler()
         for layer in module.layers.values():
             layer.compile()

@@ -37,6 +37,7 @@ ALONE_UPDATES = 3  # on the CPU, where they show memory only
 ROUNDS_TOGETHER = 5
 GPU_WARM_UP_UPDATES = 2  # of the others, on a GPU: its time is dear, and the processes are warm
 Progress = Callable[[str], None]
+NOT_APPLICABLE = "not applicable"
 NO_LATENCY = "not run: torch's schedules have no injected link latency"
 
 
@@ -131,6 +132,10 @@ def measure(
     if work.link_latency_seconds > 0:
         result.errors = {name: NO_LATENCY for name in pending if name in RIVALS}
         pending = [name for name in pending if name not in RIVALS]
+    for name in [name for name in pending if name in RIVALS]:
+        if reason := RIVALS[name].not_applicable(work.stages, work.microbatches):
+            result.errors[name] = f"{NOT_APPLICABLE}: {reason}"
+            pending.remove(name)
     take = _Taker(pool, work, timeout_seconds)
     take.warm_up()
     if work.device == "cuda":

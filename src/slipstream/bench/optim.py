@@ -29,7 +29,7 @@ from slipstream.bench.checks import check_device
 from slipstream.errors import UserError
 from slipstream.models.sizes import PRESETS, ModelConfig
 from slipstream.models.stages import build_model
-from slipstream.optim.build import build
+from slipstream.optim import build
 from slipstream.optim.corrections import Publication, build_correction
 from slipstream.optim.muon import Muon
 from slipstream.pipeline.emulator import Emulator

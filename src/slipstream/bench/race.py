@@ -38,6 +38,7 @@ from slipstream.metrics.report_page import Chart, Section, Series, Table, Text
 OURS = "2bw"
 EVERY_SECONDS = 20.0  # between two writings of the page while a contender trains
 STOP_SECONDS = 120.0  # for a contender to save and leave
+STOPPED = (75, 130)  # exit codes of a run that was asked to stop (`cli/train.py`)
 NO_DELAY = ("optim.correction=none", "optim.sync_start=0", "optim.sync_finish=0")
 
 
@@ -133,7 +134,7 @@ def _train(arguments: Sequence[str], schedule: str, out: Path, refresh: Callable
                 child.kill()
                 child.wait()
     refresh()
-    if child.returncode:
+    if child.returncode not in (0, *STOPPED):
         raise UserError(
             f"The run with {schedule} failed; its words are above, its logs in {out / schedule}. {again}"
         )

@@ -10,10 +10,16 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.bench.measure import BASELINE, BOUND, ENGINE, ENGINE_2BW, NO_LATENCY, Result
+from slipstream.bench.measure import BASELINE, BOUND, ENGINE, ENGINE_2BW, NO_LATENCY, NOT_APPLICABLE, Result
 from slipstream.bench.rivals import RIVALS
 from slipstream.bench.work import Work
 
+FAILED = "[red]failed[/]"
+EXPLAINED = (
+    "of bound: time per update without any waiting (every stage busy all the time) over the time taken; 1 is a "
+    "pipeline without a bubble, and a little above 1 is noise or work that overlaps. speed-up: over torch's 1F1B. "
+    "cpu ms, peak MB: of each rank."
+)
 LABELS = {
     BOUND: "bubble-free bound",
     ENGINE_2BW: "slipstream, all old",
@@ -88,7 +94,7 @@ def print_result(console: Console, result: Result) -> None:
         time = result.milliseconds(name)
         if time is None:
             if name in result.errors:
-                table.add_row(label, "not run" if result.errors[name] == NO_LATENCY else "[red]failed[/]")
+                table.add_row(label, _state(result.errors[name]))
             continue
         table.add_row(
             f"[bold]{label}[/]" if name == ENGINE else label,
@@ -103,8 +109,16 @@ def print_result(console: Console, result: Result) -> None:
     if row["fill_ms"] is not None:
         fill, drain = (max(0.0, row[name]) for name in ("fill_ms", "drain_ms"))  # below 0: lost in the noise
         console.print(f"slipstream once per run: fill {fill:.1f} ms, drain {drain:.1f} ms")
+    console.print(EXPLAINED, style="dim")
     for name, error in result.errors.items():
-        console.print(f"{LABELS.get(name, name)}: {error}", style="red", markup=False)
+        style = "red" if _state(error) == FAILED else "dim"
+        console.print(f"{LABELS.get(name, name)}: {error}", style=style, markup=False)
+
+
+def _state(error: str) -> str:
+    if error == NO_LATENCY:
+        return "not run"
+    return "not applicable" if error.startswith(NOT_APPLICABLE) else FAILED
 
 
 def _ratio(over: float | None, under: float | None) -> float | None:

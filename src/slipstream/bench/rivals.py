@@ -40,6 +40,17 @@ class Rival:
     schedule: str
     placement: Callable[[int, int], tuple[int, ...]]  # (rank, P) -> indices of the stages on that rank
     stages_per_rank: int = 2
+    least_rounds: int = 1  # microbatches it needs, in units of P
+    whole_rounds: bool = False  # it goes round in rounds of P microbatches or a few more
+
+    def not_applicable(self, stages: int, microbatches: int) -> str:
+        """Why it cannot run with so many microbatches; nothing where it can."""
+        if microbatches < self.least_rounds * stages:
+            return f"it needs {self.least_rounds * stages} microbatches or more at {stages} stages"
+        rounds = max(1, microbatches // stages)
+        if self.whole_rounds and microbatches % rounds:
+            return f"{microbatches} microbatches do not make {rounds} equal rounds over {stages} stages"
+        return ""
 
     def owners(self, stages: int) -> list[int]:
         """The rank of each part of the model, in order."""
@@ -62,9 +73,11 @@ def _v_shaped(rank: int, stages: int) -> tuple[int, ...]:
 RIVALS = {
     "torch_1f1b": Rival("torch 1F1B", "Schedule1F1B", _straight, stages_per_rank=1),
     "torch_gpipe": Rival("torch GPipe", "ScheduleGPipe", _straight, stages_per_rank=1),
-    "torch_interleaved_1f1b": Rival("torch interleaved 1F1B", "ScheduleInterleaved1F1B", _looped),
+    "torch_interleaved_1f1b": Rival(
+        "torch interleaved 1F1B", "ScheduleInterleaved1F1B", _looped, whole_rounds=True
+    ),
     "torch_zbv": Rival("torch ZB-V", "ScheduleZBVZeroBubble", _v_shaped),
-    "torch_dualpipev": Rival("torch DualPipeV", "ScheduleDualPipeV", _v_shaped),
+    "torch_dualpipev": Rival("torch DualPipeV", "ScheduleDualPipeV", _v_shaped, least_rounds=2),
 }
 
 

@@ -31,8 +31,8 @@ Pair = tuple[Timeline, Timeline]  # predicted, measured
 def draw(
     pool: RankPool, work: Work, path: Path, names: Sequence[str] = (ENGINE,), seconds: float = 120.0
 ) -> dict[str, str]:
-    """Measure each contender and write the picture after each: .html, or .svg and .json (a trace) with the two one
-    under the other. Returns the errors of those that failed."""
+    """Measure each contender and write the picture after each: .html, .svg or .json (a trace), the two one under the
+    other. Returns the errors of those that failed."""
     drawn: dict[str, Pair] = {}
     errors: dict[str, str] = {}
     for name in names:
@@ -51,9 +51,6 @@ def label(name: str) -> str:
 
 
 def _save(path: Path, drawn: Mapping[str, Pair]) -> None:
-    if path.suffix.lower() == ".html":
-        plot.write_text(path, plot.comparison(drawn).to_html(include_plotlyjs=True))
-        return
     words = ("predicted", "measured")
     plot.save(
         path,
@@ -62,6 +59,7 @@ def _save(path: Path, drawn: Mapping[str, Pair]) -> None:
             for name, pair in drawn.items()
             for word, timeline in zip(words, pair, strict=True)
         },
+        unit="seconds",
     )
 
 

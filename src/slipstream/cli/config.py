@@ -11,25 +11,51 @@ from rich.markup import escape
 from rich.table import Table
 
 from slipstream.config import Reach, describe
+from slipstream.config.write import Key
 from slipstream.errors import UserError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+SYNONYMS = {  # words people look for, and the keys they mean
+    "precision": ("train.dtype",),
+    "batch": ("pipeline.microbatches", "pipeline.microbatch_size", "data.sequence"),
+    "gpu": ("train.device",),
+    "resume": ("run.dir", "run.fork_from"),
+    "early stopping": ("train.patience",),
+    "dataset": ("data.path",),
+    "tokenizer": ("data.path",),
+    "gradient clipping": ("optim.max_grad_norm",),
+    "fsdp": ("pipeline.shard_optimizer",),
+    "zero": ("pipeline.shard_optimizer",),
+    "epochs": ("train.steps",),
+}
+
+
+def _said(key: Key) -> str:
+    """All that is said of a key, for searching."""
+    others = [word for word, keys in SYNONYMS.items() if key.name in keys]
+    return " ".join([key.meaning, key.type, *others]).lower()
+
+
 @app.command()
 def config(
-    search: str = typer.Argument("", help="Show only the keys that contain this."),
+    search: str = typer.Argument("", help="Show only keys whose name, meaning or values contain this."),
     as_json: bool = typer.Option(False, "--json", help="Print a JSON list."),
 ) -> None:
     """Every setting of a run: meaning, default, type, and what changing it does to an existing run.
 
     `slipstream train run.toml KEY=VALUE --dry-run` prints a resolved run instead.
     """
-    found = [key for key in describe() if search.lower() in key.name]
+    word = search.lower()
+    found = [key for key in describe() if word in key.name]
+    found += [key for key in describe() if key not in found and word in _said(key)]
     if not found:
         near = difflib.get_close_matches(search.lower(), [key.name for key in describe()], n=3, cutoff=0.5)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise UserError(f"No key contains '{search}'.{hint} `slipstream config` lists them all.")
+        raise UserError(
+            f"No key and no description contains '{search}'.{hint} `slipstream config` lists them all."
+        )
     if as_json:
         rows = [
             {

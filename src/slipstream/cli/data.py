@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+FEW_TOKENS = 2000  # one update of the default run
 
 app = typer.Typer(
     add_completion=False,
@@ -22,13 +25,20 @@ app = typer.Typer(
 @app.command()
 def prepare(
     inputs: Annotated[
-        list[Path], typer.Argument(help=".txt, .jsonl (also .xz, .gz, .zst) or .parquet files.")
+        list[Path],
+        typer.Argument(help="Folders, or .txt, .md, .jsonl (also .xz, .gz, .zst) or .parquet files."),
     ],
     out: Annotated[Path, typer.Option(help="The folder to make.")],
-    vocab: Annotated[int, typer.Option(help="Size of the BPE vocabulary to train.")] = 16384,
+    vocab: Annotated[
+        int | None,
+        typer.Option(help="Size of the BPE vocabulary to train. Default: 16384, less for a text under 4 MB."),
+    ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json to use instead.")] = None,
     valid: Annotated[list[Path] | None, typer.Option(help="Validation file; may be repeated.")] = None,
-    valid_fraction: Annotated[float, typer.Option(help="Share of documents set aside otherwise.")] = 0.01,
+    valid_fraction: Annotated[
+        float | None,
+        typer.Option(help="Share of documents set aside otherwise. Default: 0.01, more for a small text."),
+    ] = None,
     separator: Annotated[str, typer.Option(help="form-feed, blank-line, line or none.")] = "form-feed",
     field: Annotated[str, typer.Option(help="The text's name in .jsonl and .parquet.")] = "text",
     sample_mb: Annotated[int, typer.Option(min=1, help="Text to train the tokenizer on, in MB.")] = 64,
@@ -38,11 +48,12 @@ def prepare(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Tokenise text into shards, split into train and validation by document."""
-    from slipstream.data.documents import Reading, check_inputs, read_documents
+    from slipstream.data.documents import Reading, check_inputs, find_files, read_documents
     from slipstream.data.prepare import Recipe
     from slipstream.data.prepare import prepare as run
 
     reading = Reading(separator, field, max_expansion)
+    inputs, left_out = find_files(inputs)
     check_inputs([*inputs, *(valid or ())], reading)
     recipe = Recipe(vocab, tokenizer, valid_fraction, sample_bytes=sample_mb << 20)
     started = time.monotonic()
@@ -55,7 +66,22 @@ def prepare(
             progress=bar,
         )
     summary = {"folder": str(out), "seconds": round(time.monotonic() - started, 1), **meta}
+    summary["files"] = len(inputs)
     _print_summary(summary, as_json)
+    if as_json:
+        return
+    if left_out:
+        kinds = ", ".join(sorted({path.suffix or path.name for path in left_out}))
+        print(f"  left out         {len(left_out)} files of other kinds ({kinds})")
+    tokens = meta["tokens"]["valid"]
+    if tokens < FEW_TOKENS:
+        _warn(
+            f"The validation text has only {tokens:,} tokens: its loss will say little. Name more text, or "
+            "a validation file "
+            "with --valid."
+        )
+    name = shlex.quote(f"run.dir=runs/{out.resolve().name}")
+    print(f"Next: slipstream train {shlex.quote(f'data.path={out}')} {name}")
 
 
 @app.command()
@@ -76,13 +102,26 @@ def show(
     _print_summary(summary, as_json)
 
 
+def _warn(text: str) -> None:
+    Console(stderr=True, highlight=False).print(f"[yellow]{text}[/]", soft_wrap=True)
+
+
 def _print_summary(summary: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(summary))
         return
     console = Console(highlight=False)
     console.print(f"[bold]{summary['folder']}[/]", soft_wrap=True)
-    for name in ("vocab", "end_of_document", "documents", "tokens", "bytes", "seconds", "fingerprint"):
+    for name in (
+        "files",
+        "vocab",
+        "end_of_document",
+        "documents",
+        "tokens",
+        "bytes",
+        "seconds",
+        "fingerprint",
+    ):
         value = summary.get(name)
         if isinstance(value, dict):
             value = ", ".join(f"{key} {count:,}" for key, count in value.items())

@@ -23,24 +23,38 @@ def export(
     dtype: Annotated[str, typer.Option(help=f"Type of the weights: {', '.join(_DTYPES)}.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write the master weights as LlamaForCausalLM or MixtralForCausalLM, with config and tokenizer."""
+    """Write the newest weights as a folder that transformers loads, with config and tokenizer.
+
+    A dense model becomes a LlamaForCausalLM (Qwen3ForCausalLM with QK-norm), experts a MixtralForCausalLM. Of a model
+    of your own (model.module) it writes model.safetensors, under the names of your own module.
+    """
     if dtype not in _DTYPES:
         raise UserError(f"There is no dtype '{dtype}' to export to. Choose {', '.join(_DTYPES)}.")
     import torch
 
     from slipstream.train.export import export as write
-    from slipstream.train.export import hugging_face_class
-    from slipstream.train.master import load_master
+    from slipstream.train.export import hugging_face_class, write_own
+    from slipstream.train.master import load_master, own_names
 
     master = load_master(run)
+    if master.model is None:
+        write_own(own_names(master), folder, tokenizer=master.tokenizer, dtype=getattr(torch, dtype))
+        _say(folder, f"{master.config.model.module}, state dict", dtype, master.step, as_json)
+        return
     sequence = master.config.data.sequence
     weights, model = master.weights, master.model
     write(weights, model, folder, tokenizer=master.tokenizer, sequence=sequence, dtype=getattr(torch, dtype))
-    kind = hugging_face_class(model)
+    _say(folder, hugging_face_class(model), dtype, master.step, as_json)
     if as_json:
-        print(json.dumps({"folder": str(folder), "class": kind, "step": master.step}))
         return
-    console = Console(highlight=False)
-    console.print(f"{folder}: {kind}, {dtype}, weights after update {master.step}", soft_wrap=True)
     if master.tokenizer is None:
-        console.print("The run's data has no tokenizer.json, so the folder has no tokenizer.")
+        print("The run's data has no tokenizer.json, so the folder has no tokenizer.")
+    print(f"Next: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+
+
+def _say(folder: Path, kind: str, dtype: str, step: int, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"folder": str(folder), "class": kind, "step": step}))
+    else:
+        text = f"{folder}: {kind}, {dtype}, weights after update {step}"
+        Console(highlight=False).print(text, soft_wrap=True, markup=False)

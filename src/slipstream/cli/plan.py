@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from slipstream.config import load
+from slipstream.config.resolve import model_config
 from slipstream.errors import UserError
-from slipstream.models.sizes import ModelConfig, preset
+from slipstream.models.config_json import read_config
+from slipstream.models.sizes import PRESETS, ModelConfig
 from slipstream.optimizers import default_correction
 from slipstream.plan.devices import GIB, Cluster, find_device
 from slipstream.plan.explain import parse_count, to_json, to_toml
@@ -27,7 +31,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Option(help="A model preset.")] = "moe-10b",
+    model: Annotated[
+        str, typer.Option(help="A preset, a Hugging Face folder or config.json, or the .toml of a run.")
+    ] = "moe-10b",
     devices: Annotated[int, typer.Option(help="How many devices.")] = 64,
     device: Annotated[str, typer.Option(help="A device preset, or a .toml file with its figures.")] = "h100",
     batch_tokens: Annotated[str, typer.Option(help="Tokens per update, for example 4M.")] = "4M",
@@ -44,7 +50,7 @@ def plan(
     stages: Annotated[int | None, typer.Option(help="Only this many stages.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Only this many microbatches.")] = None,
     microbatch_size: Annotated[
-        int | None, typer.Option(help="Sequences per microbatch and data rank.")
+        int | None, typer.Option(help="Sequences per microbatch, over all data ranks.")
     ] = None,
     memory: Annotated[float | None, typer.Option(help="GiB per device, instead of the preset's.")] = None,
     efficiency: Annotated[float | None, typer.Option(help="Share of peak that is reached, 0 to 1.")] = None,
@@ -70,7 +76,7 @@ def plan(
          "--microbatch-size": microbatch_size},
         {"--jitter": jitter, "--latency": latency},
     )  # fmt: skip
-    config = preset(model)
+    config = find_model(model)
     chosen, timings = find_device(device), None
     if profile or profile_file is not None:
         measured = _profile(config, sequence, optimizer, profile, profile_file)
@@ -113,6 +119,23 @@ def plan(
         print(json.dumps(to_json(result, model), indent=2))
     else:
         show(result, Console(), model, top)
+
+
+def find_model(name: str) -> ModelConfig:
+    """The shape that a preset, a model folder, a config.json or a run's file says."""
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name)
+    if path.suffix == ".toml":
+        return model_config(load(path).model)
+    if path.exists() or path.suffix == ".json" or "/" in name:
+        return read_config(path, to_run=False)
+    near = difflib.get_close_matches(name, PRESETS, n=1)
+    hint = f" Did you mean '{near[0]}'?" if near else ""
+    raise UserError(
+        f"There is no model preset '{name}'.{hint} Presets: {', '.join(PRESETS)}; or name a Hugging Face folder, a "
+        "config.json, or the .toml of a run."
+    )
 
 
 def _check_ranges(counts: dict[str, int | None], amounts: dict[str, float | None]) -> None:

@@ -20,7 +20,7 @@ def measure_profile(config: ModelConfig, sequence: int, optimizer: str) -> Profi
     from slipstream.bench.work import Work
     from slipstream.distributed import RankPool
     from slipstream.models.stages import build_stage
-    from slipstream.optim.build import build
+    from slipstream.optim import build
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -90,6 +90,7 @@ def schedule(
     console.print(plot.terminal(timelines, console.width, colours=console.color_system is not None))
     console.print()
     console.print(_table(figures))
+    console.print("Times are in the unit of --forward, --backward, --update and --link.", style="dim")
     for path in (plot_file, csv_file, trace_file):
         if path is not None:
             console.print(f"Wrote {path}", soft_wrap=True, markup=False)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -204,9 +206,44 @@ def _print(found: Sequence[PageTable]) -> None:
         if not console.is_terminal:
             print(f"\n{one.title}\n{pipes(one)}\n{one.note}")
             continue
-        shown = Table(title=one.title, caption=one.note, title_justify="left", caption_justify="left")
-        for name in one.header:
-            shown.add_column(escape(name))
-        for row in one.rows:
-            shown.add_row(*(escape(cell) for cell in row))
-        console.print(shown)
+        for number, columns in enumerate(blocks(one, console.width)):
+            title = one.title if number == 0 else f"{one.title}, more columns"
+            shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+            for column in columns:
+                shown.add_column(escape(_head(one.header[column])), overflow="fold")
+            for row in one.rows:
+                shown.add_row(*(escape(_wrapped(row[column])) for column in columns))
+            console.print(shown)
+        console.print(one.note, style="dim")
+
+
+def blocks(table: PageTable, width: int) -> list[list[int]]:
+    """The columns in as many parts as a terminal needs; each begins with those that name the rows."""
+    wide = [
+        max(len(line) for cell in (_head(name), *map(_wrapped, cells)) for line in cell.split("\n")) + 3
+        for name, *cells in zip(table.header, *table.rows, strict=True)
+    ]
+    names = [column for column in range(min(2, len(wide) - 1)) if not _figures(table, column)]
+    found: list[list[int]] = []
+    for column in range(len(wide)):
+        if column in names:
+            continue
+        if not found or sum(wide[other] for other in (*found[-1], column)) > width:
+            found.append([*names])
+        found[-1].append(column)
+    return found
+
+
+def _figures(table: PageTable, column: int) -> bool:
+    return any(row[column][:1].isdigit() or row[column][:1] in "+-" for row in table.rows if row[column])
+
+
+def _head(name: str) -> str:
+    return "\n".join(textwrap.wrap(name, 16))
+
+
+def _wrapped(cell: str) -> str:
+    """An interval stands under its figure; a sentence takes several lines."""
+    if len(cell) > 20 and " [" not in cell:
+        return _head(cell)
+    return cell.replace(" [", "\n[")

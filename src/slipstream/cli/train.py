@@ -6,10 +6,15 @@ import os
 
 import typer
 
-from slipstream.config import Config, load, resolve, to_toml
+from slipstream.config import Config, load, to_toml
 from slipstream.config.facts import facts
 from slipstream.config.load import keys
+from slipstream.distributed import started_by_torchrun
 from slipstream.errors import UserError
+from slipstream.train.preflight import prepare
+from slipstream.train.start import start
+
+STOPPED = 75  # sysexits.h: not done, worth trying again
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -20,26 +25,25 @@ def train(
         None, metavar="[RUN.TOML] [KEY=VALUE]...", help="A run and overrides."
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the resolved run and stop."),
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="Print only warnings, errors and the result."),
 ) -> None:
     """Pretrain a language model. With no arguments: a small model on two worker processes of this machine.
 
     A run.dir that holds a checkpoint is resumed. Inside torchrun the same command uses torchrun's ranks.
     `slipstream config` explains every key.
-    """
-    config = parse(arguments or [])
-    if dry_run:
-        if config.model.init_from is not None:
-            from slipstream.train.build import adopt_shape  # imports torch, which nothing else here needs
 
-            config = adopt_shape(config)
-        config = resolve(config)
+    Exit codes: 0 finished; 75 stopped on request and saved, the same command goes on (0 under torchrun, which would
+    start it again); 130 stopped at once by a second Ctrl-C; 2 a mistake in the settings, the data or the machine.
+    """
+    config = parse([*(arguments or []), *(["train.quiet=true"] if quiet else [])])
+    if dry_run:
+        config = prepare(config)
         known = facts(config)  # before anything is printed: it may find a mistake
         print(to_toml(config))
         print("\n".join(f"# {name}: {value}" for name, value in known.items()))
         return
-    from slipstream.train.session import start
-
-    start(config)
+    if start(config) == "signal" and not started_by_torchrun():
+        raise typer.Exit(STOPPED)
 
 
 def parse(arguments: list[str]) -> Config:
@@ -64,5 +68,6 @@ def _instead(option: str) -> str:
     if near := next((key for key in keys() if name in (key, key.rpartition(".")[2])), None):
         return f"A setting is written without dashes: {near}=VALUE."
     return (
-        "There are --dry-run and --help; settings are written KEY=VALUE, and `slipstream config` lists them."
+        "There are --dry-run, --quiet and --help; settings are written KEY=VALUE, and `slipstream config` lists "
+        "them."
     )

@@ -11,16 +11,13 @@ from slipstream.schedule.cutover import free_cutover
 
 def facts(config: Config) -> dict[str, str]:
     """Derived quantities of a resolved run, by name."""
-    model, train, pipeline = model_config(config.model), config.train, config.pipeline
+    train, pipeline = config.train, config.pipeline
     assert pipeline.stages is not None
     total_tokens = train.steps * config.tokens_per_step
-    flops = flops_per_token(model, config.data.sequence)
     return {
-        "parameters": f"{parameters(model):,} ({active_parameters(model):,} active per token)",
+        **_model(config, total_tokens),
         "tokens per update": f"{config.tokens_per_step:,} ({pipeline.microbatches} microbatches x "
         f"{pipeline.microbatch_size} sequences x {config.data.sequence} tokens)",
-        "tokens in all": f"{total_tokens:,} ({total_tokens / parameters(model):.3g} per parameter)",
-        "training FLOPs": f"{flops * total_tokens:.3g} ({flops:.3g} per token)",
         "processes": f"{pipeline.stages * pipeline.data_ranks} "
         f"({pipeline.stages} stages x {pipeline.data_ranks} data ranks)",
         "optimizer": _optimizer(config),
@@ -40,6 +37,18 @@ def _old_part(config: Config) -> str:
         assert pipeline.stages is not None
         return f"{free_cutover(pipeline.stages, m)} of {m} microbatches (a run that goes on keeps its own)"
     return f"{m if given is None else given} of {m} microbatches"
+
+
+def _model(config: Config, tokens: int) -> dict[str, str]:
+    if config.model.module is not None:
+        return {"model": f"{config.model.module}, your own", "tokens in all": f"{tokens:,}"}
+    model = model_config(config.model)
+    flops = flops_per_token(model, config.data.sequence)
+    return {
+        "parameters": f"{parameters(model):,} ({active_parameters(model):,} active per token)",
+        "tokens in all": f"{tokens:,} ({tokens / parameters(model):.3g} per parameter)",
+        "training FLOPs": f"{flops * tokens:.3g} ({flops:.3g} per token)",
+    }
 
 
 def _optimizer(config: Config) -> str:

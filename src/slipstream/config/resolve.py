@@ -21,16 +21,20 @@ TUNED_LR = {("cpu-default", "muon"): 0.01}
 def resolve(config: Config, *, world: int | None = None) -> Config:
     """Fill in the derived keys (`world`: torchrun's ranks, if it started us) and check the whole."""
     problems: list[str] = []
-    model = _model(config.model, problems)
+    model = _model(config.model, problems) if config.model.module is None else None
     pipeline = _pipeline(config, world, problems)
     config = config.model_copy(update={"pipeline": config.pipeline.model_copy(update=pipeline)})
     config = _without_checkpoints(config, problems)
     optim = _optim(config, problems)
     config = config.model_copy(update={"optim": config.optim.model_copy(update=optim)})
     if model is not None:
-        filled = {name: getattr(model, name) for name in _overridable(model)}
+        filled: dict[str, Any] = {name: getattr(model, name) for name in _overridable(model)}
         config = config.model_copy(update={"model": config.model.model_copy(update=filled)})
         _check_layers(config, model, problems)
+    elif config.model.module is not None:
+        _own_model(config, problems)
+        vocab = config.model.vocab or PRESETS["cpu-default"].vocab
+        config = config.model_copy(update={"model": config.model.model_copy(update={"vocab": vocab})})
     _check_pipeline(config, problems)
     _check_train(config, problems)
     if problems:
@@ -65,6 +69,25 @@ def _model(settings: ModelSettings, problems: list[str]) -> ModelConfig | None:
     except ConfigError as error:  # the model's own settings explain themselves
         problems.extend(error.problems)
         return None
+
+
+def _own_model(config: Config, problems: list[str]) -> None:
+    """Of a model that is the user's own nothing but the vocabulary is ours to set."""
+    shape = [name for name in ModelSettings.model_fields if name not in ("module", "vocab")]
+    given = [
+        f"model.{name}"
+        for name in shape
+        if name in config.model.model_fields_set and getattr(config.model, name) not in (None, "cpu-default")
+    ]
+    if config.train.activation_checkpointing:
+        given.append("train.activation_checkpointing")
+    if config.data.mask_documents:
+        given.append("data.mask_documents")
+    if given:
+        problems.append(
+            f"{', '.join(given)} cannot take effect: model.module = '{config.model.module}' is your own model. Drop "
+            "what is set here, and do it in your model."
+        )
 
 
 def _pipeline(config: Config, world: int | None, problems: list[str]) -> dict[str, Any]:
@@ -109,6 +132,7 @@ def _without_checkpoints(config: Config, problems: list[str]) -> Config:
         return config
     given = {
         "checkpoint.every": (config.checkpoint, "every"),
+        "checkpoint.best": (config.checkpoint, "best"),
         "train.sample_tokens": (config.train, "sample_tokens"),
     }
     for key, (section, name) in given.items():

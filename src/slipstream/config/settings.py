@@ -8,9 +8,9 @@ A field that is None here is derived in `resolve.py`; the resolved tree is what 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 ScheduleName = Literal["2bw", "1f1b", "gpipe", "interleaved_1f1b", "zbv", "emulate"]
 SYNCHRONOUS = ("1f1b", "gpipe", "interleaved_1f1b", "zbv")
@@ -37,6 +37,11 @@ def _output(default: Any, meaning: str, **limits: Any) -> Any:
     return _field(default, meaning, reach=Reach.OUTPUT, **limits)
 
 
+def _listed(value: Any) -> Any:
+    """`train.trackers=tensorboard` and `=tensorboard,wandb` mean what `=["tensorboard", "wandb"]` does."""
+    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+
+
 class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
 
@@ -44,17 +49,25 @@ class Settings(BaseModel):
 class RunSettings(Settings):
     dir: str = _output("runs/default", "folder of the run; one that holds a checkpoint is resumed")
     fork_from: str | None = _field(None, "run or checkpoint folder whose state starts this new run")
+    name: str | None = _output(None, "name of the run for trackers and lists (derived: its folder's)")
+    tags: Annotated[list[str], BeforeValidator(_listed)] = _output(
+        [], "words to find the run by, for trackers and `slipstream runs`"
+    )
     switch: bool = _output(False, "allow a resumed run to change between 2bw and a synchronous schedule")
 
 
 class ModelSettings(Settings):
     preset: str = _field("cpu-default", "named size; the keys below override single values of it")
+    module: str | None = _field(
+        None, "your own model, MODULE:NAME: a function of the vocabulary size that returns its layers"
+    )
     init_from: str | None = _field(None, "Hugging Face folder to start from (name optim.name explicitly)")
-    vocab: int | None = _field(None, "vocabulary size (derived: the preset's)", ge=1)
+    vocab: int | None = _field(None, "vocabulary size (derived: the data's, or the preset's)", ge=1)
     dim: int | None = _field(None, "width of the residual stream (derived: the preset's)", ge=1)
     layers: int | None = _field(None, "number of layers (derived: the preset's)", ge=1)
     heads: int | None = _field(None, "attention heads (derived: the preset's)", ge=1)
     kv_heads: int | None = _field(None, "key and value heads (derived: the preset's)", ge=1)
+    head_width: int | None = _field(None, "width of one head (derived: the preset's, or dim / heads)", ge=2)
     ffn: int | None = _field(None, "hidden width of the MLP (derived: the preset's)", ge=1)
     tied: bool | None = _field(None, "embedding and head share weights (derived: the preset's)")
     qk_norm: bool | None = _field(None, "RMSNorm on queries and keys (derived: the preset's)")
@@ -70,6 +83,10 @@ class ModelSettings(Settings):
 
 class DataSettings(Settings):
     path: str | None = _field(None, "folder of token shards; none: the embedded standard-library corpus")
+    module: str | None = _field(
+        None,
+        "your own data, MODULE:NAME: a function of split, rows, sequence and seed that returns batch(group)",
+    )
     sequence: int = _field(128, "tokens per sequence", ge=2)
     mask_documents: bool = _field(False, "attention stays inside a document, and no loss across its end")
 
@@ -160,19 +177,40 @@ class TrainSettings(Settings):
     activation_checkpointing: bool = _layout(False, "recompute each layer's activations in the backward")
     z_loss: float = _field(0.0, "weight of the squared log-partition penalty", ge=0)
     timeout_seconds: float = _layout(600.0, "how long a stage waits for another before it names it", gt=0)
-    log_every: int = _output(1, "steps between lines; every step is in events.jsonl all the same", ge=1)
+    log_every: int | None = _output(
+        None,
+        "steps between lines where output is no terminal (derived: a line every few seconds); every step is in "
+        "events.jsonl all the same",
+        ge=1,
+    )
     eval_every: int = _output(100, "steps between validations; 0: only at the end", ge=0)
     eval_batches: int = _output(8, "update-sized batches per validation", ge=1)
-    sample_prompt: str = _output("def __init__(self", "prompt of the sample at the end")
-    sample_tokens: int = _output(96, "tokens of the sample at the end; 0: none", ge=0)
+    sample_prompt: str | None = _output(
+        None, "prompt of the sample at the end (derived: how the validation text begins)"
+    )
+    sample_tokens: int = _output(0, "tokens of a text that the model writes at the end; 0: none", ge=0)
     report: bool = _output(True, "write report.html at the end")
     timeline_at: int = _output(20, "record the timeline of three groups after this step; 0: never", ge=0)
-    trackers: list[Literal["tensorboard", "wandb"]] = _output([], "also log to tensorboard or wandb")
+    trackers: Annotated[list[Literal["tensorboard", "wandb"]], BeforeValidator(_listed)] = _output(
+        [], "also log to tensorboard or wandb; by commas or as a list"
+    )
+    callback: str | None = _output(
+        None,
+        "your own function, MODULE:NAME, called on rank 0 with every update's event; true from it stops the run",
+    )
+    patience: int = _output(0, "validations in a row without a better loss that end the run; 0: off", ge=0)
+    profile: int = _output(
+        0, "record a torch profiler trace of three updates after this step, one file per rank; 0: never", ge=0
+    )
+    quiet: bool = _output(False, "print only warnings, errors and the last line; also `train --quiet`")
 
 
 class CheckpointSettings(Settings):
     every: int = _output(100, "steps between checkpoints; 0: only at the end (derived: 0 if keep = 0)", ge=0)
     keep: int = _output(2, "finished checkpoints kept; 0: none is written, nor a sample made", ge=0)
+    best: bool = _output(
+        False, "also keep the state with the lowest validation loss, saved when it is validated"
+    )
 
 
 class HealthSettings(Settings):

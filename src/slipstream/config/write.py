@@ -36,7 +36,11 @@ class Change:
     asked: Any
 
     def __str__(self) -> str:
-        return f"{self.name}: the run has {self.stored!r}, asked for {self.asked!r}"
+        if self.asked is None:
+            return f"{self.name}: the run has {_toml(self.stored)}, and now it is not set"
+        if self.stored is None:
+            return f"{self.name}: the run has none, asked for {_toml(self.asked)}"
+        return f"{self.name}: the run has {_toml(self.stored)}, asked for {_toml(self.asked)}"
 
 
 def describe() -> Iterator[Key]:
@@ -107,6 +111,7 @@ def _type_name(annotation: Any) -> str:
         if isinstance(annotation, type) and not hasattr(annotation, "__args__")
         else str(annotation)
     )
+    text = re.sub(r"Annotated\[(.*), BeforeValidator.*\]$", r"\1", text)
     text = text.replace("typing.", "").replace("Any", "any").replace(" | None", "")
     text = re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace("'", "").replace(", ", " | "), text)
     return text.removeprefix("Union[").removesuffix("]").replace(", ", " | ") if "Union[" in text else text

@@ -1,4 +1,4 @@
-"""Documents out of files: .txt, .jsonl and .parquet, the first two also as .xz, .gz or .zst.
+"""Documents out of files: .txt (or .md), .jsonl and .parquet, the first two also as .xz, .gz or .zst.
 
 Text is cut into documents at separator lines; a JSON line or a table row is one document. Empty
 documents are left out. Decompression is capped: a small file that unpacks without end is refused.
@@ -17,11 +17,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from slipstream.errors import DataError
+from slipstream.errors import DataError, install
 
 SEPARATORS = ("form-feed", "blank-line", "line", "none")
 _PACKED = (".xz", ".gz", ".zst")
-_PLAIN = (".txt", ".jsonl", ".parquet")
+_TEXT = (".txt", ".text", ".md")
+_PLAIN = (*_TEXT, ".jsonl", ".parquet")
+_KNOWN = ".txt, .md and .jsonl (also with .xz, .gz, .zst), .parquet"
 _FREE_BYTES = 64 << 20  # below this size no ratio is suspicious
 _ZSTD_BYTES = 1 << 12  # read at a time: four of them may unpack to 128 KiB
 _ROWS = 64  # of a table, read at a time
@@ -47,6 +49,30 @@ def read_documents(paths: Sequence[Path], reading: Reading) -> Iterator[str]:
         yield from (text for text in _of_file(path, reading) if text.strip())
 
 
+def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """(files to read, files left out): of a folder, everything of a known kind in it, at any depth."""
+    found: list[Path] = []
+    left_out: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            found.append(path)
+            continue
+        inside = sorted(
+            file
+            for file in path.rglob("*")
+            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        )
+        known = [file for file in inside if _kind(file) in _PLAIN and file.stat().st_size]
+        if not known:
+            held = ", ".join(sorted({file.suffix or file.name for file in inside})) or "nothing"
+            raise DataError(
+                f"The folder {path} holds no text that can be read (it holds: {held}). Known: {_KNOWN}."
+            )
+        found += known
+        left_out += [file for file in inside if file not in known]
+    return found, left_out
+
+
 def check_inputs(paths: Sequence[Path], reading: Reading) -> None:
     """Refuse at once what would fail after minutes of reading."""
     if reading.separator not in SEPARATORS:
@@ -60,13 +86,11 @@ def check_inputs(paths: Sequence[Path], reading: Reading) -> None:
                 if path.is_dir()
                 else f"There is no file {path}. Name text"
             )
-            raise DataError(f"{what}: .txt and .jsonl (also with .xz, .gz, .zst), .parquet.")
+            raise DataError(f"{what}: {_KNOWN}.")
         if path.stat().st_size == 0:
             raise DataError(f"{path} is empty.")
         if _kind(path) not in _PLAIN:
-            raise DataError(
-                f"{path} is of an unknown kind. Known: .txt and .jsonl (also with .xz, .gz, .zst), .parquet."
-            )
+            raise DataError(f"{path} is of an unknown kind. Known: {_KNOWN}.")
 
 
 def _kind(path: Path) -> str:
@@ -109,7 +133,7 @@ def _optional(module: str, path: Path) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise DataError(f"Reading {path} needs `{module}`: install slipstream with [data].") from error
+        raise DataError(f"Reading {path} needs `{module}`. {install('data')}") from error
 
 
 class _Zstandard(io.RawIOBase):

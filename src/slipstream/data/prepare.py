@@ -1,16 +1,13 @@
 """Documents in, a folder of token shards out: the one path for prepared data and for the embedded corpus.
 
 Two passes. The first reads every document once: it counts them, draws the sample for the tokenizer and
-finds the least hash. The second encodes on all cores and writes. A document goes to validation when the
-hash of its text falls below the wanted fraction, so the split depends on the texts alone, not on their
-order or files; the document with the least hash always does, so validation is never empty.
+decides what is for validation (`split.py`). The second encodes on all cores and writes.
 
 The folder appears under its name only when it is complete.
 """
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import json
 import os
@@ -24,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.data.shards import fingerprint, header, token_dtype
+from slipstream.data.split import Chooser, Split, place_of
 from slipstream.data.tokenizer import Tokenizer, check_vocab
 from slipstream.errors import DataError
 
@@ -38,9 +36,9 @@ _BATCH_CHARACTERS = 8 << 20
 class Recipe:
     """How documents become shards."""
 
-    vocab: int = 16384
+    vocab: int | None = None  # of the tokenizer that is trained; None: what suits the size of the text
     tokenizer: Path | None = None  # a tokenizer.json to use instead of training one
-    valid_fraction: float = 0.01
+    valid_fraction: float | None = None  # of the documents; None: enough to tell something
     sample_bytes: int = 64 << 20  # text the tokenizer is trained on
     shard_tokens: int = 100_000_000
 
@@ -49,7 +47,7 @@ class Recipe:
 class _Scan:
     documents: int
     bytes: int
-    threshold: float  # documents with a hash up to this are for validation
+    split: Split | None  # None: the validation files were named
     named: frozenset[float]  # hashes of the documents of the validation files
     sample: list[str]
 
@@ -64,11 +62,11 @@ def prepare(
     """Write `out` (train and valid shards, tokenizer.json, meta.json); returns what meta.json holds."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} already exists. Choose another --out, or delete it first.")
-    if not 0 <= recipe.valid_fraction < 1:
+    if recipe.valid_fraction is not None and not 0 <= recipe.valid_fraction < 1:
         raise DataError(f"--valid-fraction is {recipe.valid_fraction:g}. Set it from 0 to below 1.")
     # A tokenizer or a place that cannot be used is said now, not after minutes of reading.
     tokenizer = None if recipe.tokenizer is None else Tokenizer.load(recipe.tokenizer)
-    if tokenizer is None:
+    if tokenizer is None and recipe.vocab is not None:
         check_vocab(recipe.vocab)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +77,7 @@ def prepare(
         scan = _scan(documents, valid, recipe, progress)
         if tokenizer is None:
             progress("training the tokenizer", 0, None)
-            tokenizer = Tokenizer.train(scan.sample, recipe.vocab)
+            tokenizer = Tokenizer.train(scan.sample, recipe.vocab or suitable_vocab(scan.bytes))
         meta = _write(documents, valid, scan, tokenizer, folder, recipe, progress)
         folder.chmod(0o755)
         os.replace(folder, out)  # atomic; onto an existing folder only if that is empty
@@ -91,37 +89,34 @@ def prepare(
 
 
 def _scan(documents: Documents, valid: Documents | None, recipe: Recipe, progress: Progress) -> _Scan:
-    """Count, and keep the documents with the least hashes (above the validation fraction) as the sample."""
-    split, named = valid is None, frozenset(map(_place, valid() if valid is not None else ()))
-    count = total = sampled = 0
-    least = 1.0
+    """Count, and keep training documents with the least hashes as the sample."""
+    named = frozenset(map(place_of, valid() if valid is not None else ()))
+    chooser, sampled = Chooser(recipe.valid_fraction), 0
     heap: list[tuple[float, int, str]] = []  # the largest hash on top
     wanted = recipe.sample_bytes if recipe.tokenizer is None else 0
     for text in documents():
-        place, size = _place(text), len(text.encode())
-        least = min(least, place)
-        if wanted and not (split and place <= recipe.valid_fraction) and place not in named:
-            heapq.heappush(heap, (-place, count, text))
+        place, size = place_of(text), len(text.encode())
+        if wanted and place not in named:
+            heapq.heappush(heap, (-place, chooser.count, text))
             sampled += len(text)
             while sampled > wanted and len(heap) > 1:
                 sampled -= len(heapq.heappop(heap)[2])
-        count, total = count + 1, total + size
-        progress("reading", total, None)
-    if count == 0:
+        chooser.see(place, size)
+        progress("reading", chooser.total, None)
+    if chooser.count == 0:
         raise DataError("The input holds no text. Name files with at least one non-empty document.")
-    if split and count == 1:
-        raise DataError(
-            "The input is a single document, so no validation text can be set aside by document. "
-            "Cut it with --separator blank-line or line, or name validation files with --valid."
-        )
-    sample = [text for _, _, text in sorted(heap, reverse=True)]
-    return _Scan(count, total, max(least, recipe.valid_fraction) if split else -1.0, named, sample)
+    split = chooser.split() if valid is None else None
+    kept = [(-negative, text) for negative, _, text in sorted(heap, reverse=True)]
+    if split is not None:
+        parts = [part for place, text in kept for part in split.parts(text, place)]
+        # Where all that was drawn is for validation, a tokenizer that has seen it is better than none.
+        kept = [(0.0, text) for name, text in parts if name == "train"] or kept
+    return _Scan(chooser.count, chooser.total, split, named, [text for _, text in kept])
 
 
-def _place(text: str) -> float:
-    """A document's hash as a number in [0, 1)."""
-    digest = hashlib.sha256(text.encode()).digest()
-    return int.from_bytes(digest[:6], "little") / 2**48
+def suitable_vocab(text_bytes: int) -> int:
+    """A token for every 256 bytes of text, up to 16,384: of a small text most longer tokens would be seen once."""
+    return min(16384, max(512, text_bytes // 256 // 64 * 64))
 
 
 def _write(
@@ -139,8 +134,9 @@ def _write(
 
     def marked() -> Iterator[tuple[str, str]]:
         for text in documents():
-            if (place := _place(text)) not in scan.named:  # what is validated on is not trained on as well
-                yield ("valid" if place <= scan.threshold else "train"), text
+            if (place := place_of(text)) in scan.named:  # what is validated on is not trained on as well
+                continue
+            yield from scan.split.parts(text, place) if scan.split is not None else [("train", text)]
         for text in valid() if valid is not None else ():
             yield "valid", text
 

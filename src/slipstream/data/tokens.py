@@ -13,16 +13,17 @@ import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
-import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from torch import Tensor
 
 from slipstream.data.shards import find_shards, fingerprint, open_shard, read_meta
 from slipstream.errors import DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 IGNORE = -100  # a target that does not count in the loss
 _BLOCK_GROUPS = 32
@@ -82,6 +83,8 @@ class TokenDataset:
             )
 
     def batch(self, group: int) -> tuple[Tensor, Tensor]:
+        import torch  # a command that only looks at the shards starts without it
+
         rows = self._rows(self._windows_of(group))
         if self.vocab is not None and rows.max() >= self.vocab:
             raise DataError(

@@ -2,10 +2,25 @@
 
 `launch` and `RankPool` start ranks on this machine; `World` describes the ranks of a running job, whether
 this package started them or torchrun did. Nothing else in the package reads environment variables.
+
+Starting ranks needs no torch, and importing it takes seconds: what does need it loads on first use.
 """
 
-from slipstream.distributed.launch import RankPool, launch
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from slipstream.distributed.launch import RankPool, launch, started_by_torchrun
 from slipstream.distributed.partition import Partitions, partitioned
-from slipstream.distributed.world import World, initialise, started_by_torchrun
+
+if TYPE_CHECKING:
+    from slipstream.distributed.world import World, initialise
 
 __all__ = ["Partitions", "RankPool", "World", "initialise", "launch", "partitioned", "started_by_torchrun"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("World", "initialise"):
+        return getattr(import_module("slipstream.distributed.world"), name)
+    raise AttributeError(f"module 'slipstream.distributed' has no attribute {name!r}")

@@ -15,12 +15,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from slipstream.errors import StageError, UserError
+from slipstream.errors import StageError, StoppedError, UserError
 
 Function = str | Callable[..., Any]  # "module:qualname", or an importable function
 
@@ -30,7 +31,19 @@ LOST_CONNECTION = ("Connection", "not connected", "closed by the other end", "Br
 GRACE_SECONDS = 10.0
 STACKS = signal.SIGUSR1  # has a worker print where it is
 PRINTING_SECONDS = 0.5
-AT_ONCE_SECONDS = 0.2  # a terminal, or `timeout`, signals a whole group: two requests at once are one
+AT_ONCE_SECONDS = 1.0  # a key pressed twice, or a terminal that signals a whole group: one request
+
+
+class Asked(Protocol):
+    """Told of every request to stop when it comes: the first, which the ranks answer, and the second, which kills."""
+
+    def first(self) -> None: ...
+
+    def second(self) -> None: ...
+
+
+def started_by_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
 
 
 def launch(
@@ -39,19 +52,25 @@ def launch(
     args: tuple = (),
     *,
     timeout: float | None = None,
-    on_signal: bool = False,
+    on_signal: Asked | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Run `function(world, *args)` on `nproc` new ranks; results come back in rank order.
 
-    `on_signal`: SIGINT and SIGTERM are passed on to the workers (once: asked to stop; twice: killed) instead
-    of ending the launcher at once. `environment`: further variables of the workers.
+    `on_signal`: SIGINT and SIGTERM are passed on to the workers (once: asked to stop; twice: killed, which raises
+    a `StoppedError`) instead of ending the launcher at once, and it is told of them. `environment`: further variables
+    of the workers.
     """
-    with (
-        RankPool(nproc, environment) as pool,
-        _forwarded_signals(pool) if on_signal else contextlib.nullcontext(),
-    ):
-        return pool.run(function, *args, timeout=timeout)
+    with RankPool(nproc, environment) as pool:
+        if on_signal is None:
+            return pool.run(function, *args, timeout=timeout)
+        with _forwarded_signals(pool, on_signal) as killed:
+            try:
+                return pool.run(function, *args, timeout=timeout)
+            except UserError as error:
+                if killed.is_set():  # that ranks were lost is no news
+                    raise StoppedError("Stopped at once.") from error
+                raise
 
 
 class RankPool:
@@ -266,20 +285,24 @@ def _name_of(function: Function) -> str:
 
 
 @contextlib.contextmanager
-def _forwarded_signals(pool: RankPool) -> Iterator[None]:
+def _forwarded_signals(pool: RankPool, asked: Asked) -> Iterator[threading.Event]:
     first: float | None = None
+    killed = threading.Event()
 
     def forward(number: int, frame: object) -> None:
         nonlocal first
         if first is None:
             first = time.monotonic()
             pool.signal(signal.SIGTERM)
-        elif time.monotonic() - first > AT_ONCE_SECONDS:
+            asked.first()
+        elif time.monotonic() - first > AT_ONCE_SECONDS and not killed.is_set():
+            killed.set()
             pool.signal(signal.SIGKILL)
+            asked.second()
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield killed
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -25,6 +25,7 @@ from slipstream.distributed.device_group import (
     register_backends,
 )
 from slipstream.distributed.groups import close_all
+from slipstream.distributed.launch import started_by_torchrun
 from slipstream.errors import UserError
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
@@ -49,10 +50,6 @@ class World:
                 f"Start a multiple of {stages} processes or change pipeline.stages."
             )
         return self.rank % stages, self.rank // stages
-
-
-def started_by_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ so.
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
 import time
 import tomllib
@@ -79,7 +80,9 @@ def headline(column: Columns) -> list[tuple[str, str, str]]:
     run, steps = column.run, column.steps
     last = steps[-1] if steps else {}
     finish = run.last("finish")
-    final = number(finish.get("validation_loss")) or number((column.validation or [{}])[-1].get("loss"))
+    final = number(finish.get("validation_loss"))
+    if final is None:
+        final = number((column.validation or [{}])[-1].get("loss"))
     loss = number(last.get("loss"))
     busy = [
         statistics.fmean(values) for row in steps[len(steps) // 2 :] if (values := numbers(row.get("busy")))
@@ -90,14 +93,18 @@ def headline(column: Columns) -> list[tuple[str, str, str]]:
     start = column.start
     return [
         ("status", run.status, shape(start) or "no start recorded"),
-        ("validation loss", "–" if final is None else f"{final:.4f}", "at the master"),
-        ("training loss", "–" if loss is None else f"{loss:.4f}", f"at step {last.get('step', 0)}"),
+        ("validation loss", "–" if final is None else f"{final:.4f}", _against(finish)),
+        (
+            "training loss",
+            "–" if loss is None else f"{loss:.4f}",
+            f"at step {last['step']}" if last else "no step yet",
+        ),
         (
             "parameters",
             si(number(start.get("parameters"))),
-            f"{start.get('microbatches', '?')} microbatches a group",
+            f"{start['microbatches']} microbatches an update" if "microbatches" in start else "",
         ),
-        ("tokens", si(number(finish.get("tokens")) or number(last.get("tokens"))), f"in {duration(seconds)}"),
+        ("tokens", si(_first_number(finish.get("tokens"), last.get("tokens"))), f"in {duration(seconds)}"),
         ("tokens / s", si(_median(steps, "tokens_per_second")), "median of the second half"),
         ("busy", f"{statistics.median(busy):.1%}" if busy else "–", "mean over stages"),
         (
@@ -106,6 +113,15 @@ def headline(column: Columns) -> list[tuple[str, str, str]]:
             f"{skipped} skipped groups" if skipped else "no skipped groups",
         ),
     ]
+
+
+def _against(finish: Event) -> str:
+    baseline = number(finish.get("unigram_entropy"))
+    return "at the newest weights" if baseline is None else f"guessing by frequency: {baseline:.4f}"
+
+
+def _first_number(*values: object) -> float | None:
+    return next((found for value in values if (found := number(value)) is not None), None)
 
 
 def _tiles(column: Columns) -> Part:
@@ -149,7 +165,10 @@ def _loss(columns: Sequence[Columns]) -> list[Part]:
         )
     if not any(curve.x for curve in curves):
         return []
-    note = "Training loss is taken at the bank that the group read, validation loss at the master."
+    note = (
+        "Training loss is that of the weights an update's batches read, which are one update old without a flush; "
+        "validation loss that of the newest."
+    )
     parts: list[Part] = [Chart("Loss by step", curves, y_label="loss", note=note, smooth=True, focus=True)]
     clocked, fed = [], []
     for column in columns:
@@ -268,7 +287,13 @@ def _settings(column: Columns) -> list[Part]:
         title = column.label("config.toml")
         parts.append(Text(column.run.config, preformatted=True, title=title, folded=True))
     if column.run.environment:
-        rows = [[key, value] for key, value in _flatten(column.run.environment).items()]
+        environment = dict(column.run.environment)
+        command = environment.pop("command", "")
+        if isinstance(command, list):  # as older runs have it
+            command = shlex.join(map(str, command))
+        if command:
+            parts.insert(0, Text(str(command), preformatted=True, title=column.label("Command")))
+        rows = [[key, value] for key, value in _flatten(environment).items()]
         parts.append(Table(["", ""], rows, title=column.label("Machine, versions and data fingerprint")))
     return parts
 

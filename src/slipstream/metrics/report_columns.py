@@ -49,16 +49,24 @@ class Columns:
 
     def stage_curves(self, key: str, scale: float = 1.0) -> list[Series]:
         """A curve per stage for one run of few stages; else the mean over stages in a band of their range."""
-        rows = [(row["step"], values) for row in self.steps if (values := numbers(row.get(key)))]
+        rows = [(row["step"], row[key]) for row in self.steps if isinstance(row.get(key), list)]
         count = max((len(values) for _, values in rows), default=0)
-        xs = [step for step, values in rows if len(values) == count]
-        table = [[value * scale for value in values] for _, values in rows if len(values) == count]
+        table = [  # a stage whose figure is missing keeps its place, and has no point
+            (step, [None if (found := number(value)) is None else found * scale for value in values])
+            for step, values in rows
+            if len(values) == count and numbers(values)
+        ]
         if not table:
             return []
         if self.alone and count <= STAGE_CURVES:
-            return [Series(f"stage {stage}", xs, [row[stage] for row in table]) for stage in range(count)]
-        mean = [statistics.fmean(row) for row in table]
-        band = ([min(row) for row in table], [max(row) for row in table])
+            curves = []
+            for stage in range(count):
+                points = [(step, value) for step, row in table if (value := row[stage]) is not None]
+                curves.append(Series(f"stage {stage}", [x for x, _ in points], [y for _, y in points]))
+            return curves
+        xs, known = [step for step, _ in table], [[v for v in row if v is not None] for _, row in table]
+        mean = [statistics.fmean(row) for row in known]
+        band = ([min(row) for row in known], [max(row) for row in known])
         return [
             Series(self.label("mean of stages"), xs, mean, *band, colour=None if self.alone else self.colour)
         ]
@@ -103,6 +111,8 @@ def shape(start: Event) -> str:
     """A run's layout in words, from its start event."""
     if not start:
         return ""
+    if "schedule" not in start:
+        return "layout not recorded"
     schedule, stages, data = (start.get(key, "?") for key in ("schedule", "stages", "data_ranks"))
     words = f"{schedule}, {stages} stage{'' if stages == 1 else 's'}"
     return words if data == 1 else f"{words} x {data} data ranks"

@@ -82,9 +82,11 @@ class Meter:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Share of the time each stage computed, by its own clock."""
-        pairs = zip(self._busy[0], self._busy[-1], strict=False)
-        return tuple((b[1] - a[1]) / (b[0] - a[0]) if b[0] > a[0] else 0.0 for a, b in pairs)
+        """Share of the time each stage computed, by its own clock; nothing while a clock has not moved on."""
+        pairs = list(zip(self._busy[0], self._busy[-1], strict=False)) if self._busy else []
+        if any(b[0] <= a[0] for a, b in pairs):
+            return ()
+        return tuple((b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs)
 
     @property
     def mfu(self) -> float | None:

@@ -150,11 +150,16 @@ def _stages(last: Event) -> Table | None:
         return None
     table = Table.grid(padding=(0, 2))
     for stage, share in enumerate(busy[:16]):
-        value = number(share) or 0.0
+        value = number(share)
         held = number(memory[stage]) if isinstance(memory, list) and stage < len(memory) else None
-        bar = "█" * round(20 * min(max(value, 0.0), 1.0))
+        bar = "" if value is None else "█" * round(20 * min(max(value, 0.0), 1.0))
         size = "" if held is None else f"{held / 2**20:,.0f} MiB"
-        table.add_row(Text(f"stage {stage}", "dim"), Text(f"{bar:<20}", "blue"), f"{value:.1%} busy", size)
+        table.add_row(
+            Text(f"stage {stage}", "dim"),
+            Text(f"{bar:<20}", "blue"),
+            "–" if value is None else f"{value:.1%} busy",
+            size,
+        )
     if len(busy) > 16:
         table.add_row(Text(f"… {len(busy) - 16} more stages", "dim"), "", "", "")
     return table

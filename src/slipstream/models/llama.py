@@ -32,7 +32,6 @@ class RMSNorm(nn.Module):
         return wide.type_as(x) * self.weight.type_as(x)
 
 
-@torch.compiler.disable  # compiled together, every layer would take cosines again instead of reading them
 def rotary_table(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin [T, h] of position * theta^(-2i/h), in float32; both halves of h hold the same angles."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -67,10 +66,10 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        self.q = nn.Linear(config.dim, config.dim, bias=False, device=device)
+        self.q = nn.Linear(config.dim, config.q_dim, bias=False, device=device)
         self.k = nn.Linear(config.dim, config.kv_dim, bias=False, device=device)
         self.v = nn.Linear(config.dim, config.kv_dim, bias=False, device=device)
-        self.o = nn.Linear(config.dim, config.dim, bias=False, device=device)
+        self.o = nn.Linear(config.q_dim, config.dim, bias=False, device=device)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps, device)
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps, device)

@@ -13,7 +13,9 @@ Shapes: N tokens, D model width, E experts, k experts per token, R = N * k rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from torch import Tensor, nn
 
 from slipstream.models.llama import Attention, RMSNorm
 from slipstream.models.sizes import ModelConfig
+
+Grouped = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class _Rows(torch.autograd.Function):
@@ -48,17 +52,19 @@ def _autocasting(x: Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows x[ends[e-1]:ends[e]] times weight[e]^T, for weight [E, out, in] and int32 ends [E]."""
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, eager: Grouped | None = None) -> Tensor:
+    """Rows x[ends[e-1]:ends[e]] times weight[e]^T, for weight [E, out, in] and int32 ends [E].
+
+    `eager` computes what the compiler cannot: it knows grouped_mm in bfloat16 only.
+    """
     if _autocasting(x):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
     if x.dtype == torch.bfloat16:
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
-    return _grouped_linear_eager(x, weight, ends)  # pyright: ignore[reportCallIssue]
+    return (eager or _grouped_linear_eager)(x, weight, ends)
 
 
-@torch.compiler.disable  # the compiler knows grouped_mm in bfloat16 only
 def _grouped_linear_eager(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if x.dtype == torch.float64:  # no grouped_mm at all; used by tests of exactness only
         rows = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
@@ -66,9 +72,15 @@ def _grouped_linear_eager(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
 
 
+@cache
+def _outside_graphs() -> Grouped:
+    return torch.compiler.disable(_grouped_linear_eager)  # pyright: ignore[reportReturnType]
+
+
 class MoE(nn.Module):
     def __init__(self, config: ModelConfig, device: torch.device | str | None = None) -> None:
         super().__init__()
+        self._grouped: Grouped = _grouped_linear_eager
         self.experts, self.top_k = config.experts, config.experts_per_token
         self.router = nn.Linear(config.dim, config.experts, bias=False, device=device)
         self.gate = nn.Parameter(torch.empty(config.experts, config.ffn, config.dim, device=device))
@@ -90,14 +102,19 @@ class MoE(nn.Module):
         ends = counts.cumsum(0).to(torch.int32)
 
         rows = _Rows.apply(flat, order, inverse, self.top_k)
-        hidden = F.silu(grouped_linear(rows, self.gate, ends)) * grouped_linear(rows, self.up, ends)
-        out = _Rows.apply(grouped_linear(hidden, self.down, ends), inverse, order, 1)
+        gate, up = (grouped_linear(rows, w, ends, self._grouped) for w in (self.gate, self.up))
+        hidden = F.silu(gate) * up
+        out = _Rows.apply(grouped_linear(hidden, self.down, ends, self._grouped), inverse, order, 1)
         y = (out.view(-1, self.top_k, x.shape[-1]) * weights.unsqueeze(-1).type_as(out)).sum(1)
 
         share = counts / chosen.numel()
         balance = self.experts * (share * probabilities.mean(0)).sum()
         z = logits.logsumexp(-1).square().mean()
         return y.view_as(x).type_as(x), torch.stack((balance, z))
+
+    def prepare_for_compiler(self) -> None:
+        """Keep out of compiled graphs what the compiler cannot do. Loads the compiler, which takes seconds."""
+        self._grouped = _outside_graphs()
 
     def _router_logits(self, flat: Tensor) -> Tensor:
         """In float32 at least: the choice of experts should not hang on rounding."""

@@ -26,6 +26,7 @@ class ModelConfig:
     heads: int
     kv_heads: int
     ffn: int  # width of the MLP, or of one expert
+    head_width: int | None = None  # of one attention head; None: dim / heads
     tied: bool = True  # the head starts equal to the embedding and is kept equal by the update
     qk_norm: bool = False
     rope_theta: float = 10_000.0
@@ -44,7 +45,11 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.dim // self.heads
+        return self.head_width or self.dim // self.heads
+
+    @property
+    def q_dim(self) -> int:
+        return self.heads * self.head_dim
 
     @property
     def kv_dim(self) -> int:
@@ -56,10 +61,12 @@ def _problems(config: ModelConfig):
         if getattr(config, name) < 1:
             yield f"model.{name} is {getattr(config, name)}; it must be at least 1."
             return
-    if config.dim % config.heads or config.head_dim % 2:
+    if config.head_width is not None and (config.head_width < 2 or config.head_width % 2):
+        yield f"model.head_width is {config.head_width}; rotary positions need an even width. Set 2 or more."
+    elif config.head_width is None and (config.dim % config.heads or config.head_dim % 2):
         yield (
             f"model.dim {config.dim} does not give {config.heads} heads an even width. "
-            f"Set model.dim to a multiple of {2 * config.heads}."
+            f"Set model.dim to a multiple of {2 * config.heads}, or model.head_width."
         )
     if config.heads % config.kv_heads:
         yield (
@@ -80,6 +87,13 @@ def _problems(config: ModelConfig):
         yield "model.experts_per_token has no effect without model.experts. Set model.experts too."
     if config.document_mask and not 0 <= config.end_of_document < config.vocab:
         yield f"model.end_of_document {config.end_of_document} is outside the vocabulary of {config.vocab}."
+
+
+def _qwen3(
+    dim: int, layers: int, heads: int, ffn: int, *, kv_heads: int = 8, tied: bool = False, **experts: int
+) -> ModelConfig:
+    shape = {"head_width": 128, "qk_norm": True, "rope_theta": 1e6, "norm_eps": 1e-6}
+    return ModelConfig(151936, dim, layers, heads, kv_heads, ffn, tied=tied, **shape, **experts)  # pyright: ignore
 
 
 PRESETS: dict[str, ModelConfig] = {
@@ -122,6 +136,22 @@ PRESETS: dict[str, ModelConfig] = {
         rope_theta=100_000.0,
         experts=32,
         experts_per_token=4,
+    ),
+    # Shapes as their authors published them, to plan with. They differ from Llama-3.1 and later in nothing that costs.
+    "llama3-8b": ModelConfig(128256, 4096, 32, 32, 8, 14336, tied=False, rope_theta=500_000.0),
+    "llama3-70b": ModelConfig(128256, 8192, 80, 64, 8, 28672, tied=False, rope_theta=500_000.0),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
+    "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12288),
+    "qwen3-14b": _qwen3(5120, 40, 40, 17408),
+    "qwen3-32b": _qwen3(5120, 64, 64, 25600),
+    "qwen3-30b-a3b": _qwen3(2048, 48, 32, 768, kv_heads=4, experts=128, experts_per_token=8),
+    "mixtral-8x7b": ModelConfig(
+        32000, 4096, 32, 32, 8, 14336, tied=False, rope_theta=1e6, experts=8, experts_per_token=2
+    ),
+    "mixtral-8x22b": ModelConfig(
+        32768, 6144, 56, 48, 8, 16384, tied=False, rope_theta=1e6, experts=8, experts_per_token=2
     ),
 }
 
@@ -169,19 +199,19 @@ def head_cost(config: ModelConfig) -> Cost:
 
 def layer_cost(config: ModelConfig, sequence: int) -> Cost:
     """One decoder layer at sequence length `sequence`."""
-    attention = 2 * config.dim * config.dim + 2 * config.dim * config.kv_dim
+    attention = 2 * config.dim * config.q_dim + 2 * config.dim * config.kv_dim
     expert = 3 * config.dim * config.ffn
     router = config.dim * config.experts
     copies = config.experts_per_token if config.experts else 1
     norms = 2 * config.dim + (2 * config.head_dim if config.qk_norm else 0)
-    scores = 2.0 * (sequence + 1) * config.dim
+    scores = 2.0 * (sequence + 1) * config.q_dim
     # What eager autograd keeps. Twice: the residual, normalised, scaled. q, k, v and attention's result.
     # Gate, its activation, up and their product.
-    kept = 8 * config.dim + 2 * config.kv_dim + copies * 4 * config.ffn
+    kept = 6 * config.dim + 2 * config.q_dim + 2 * config.kv_dim + copies * 4 * config.ffn
     if config.experts:  # the rows gathered for the experts, and what each expert returns
         kept += copies * 2 * config.dim + 2 * config.experts
     if config.qk_norm:  # before the norm, and normalised
-        kept += 2 * (config.dim + config.kv_dim)
+        kept += 2 * (config.q_dim + config.kv_dim)
     return Cost(
         parameters=attention + max(1, config.experts) * expert + router + norms,
         active_parameters=attention + copies * expert + router + norms,

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.errors import UserError
 from slipstream.models.llama import DenseLayer, RMSNorm, rotary_table
-from slipstream.models.moe import MoELayer
+from slipstream.models.moe import MoE, MoELayer
 from slipstream.models.sizes import ModelConfig, head_cost, layer_cost
 
 
@@ -62,6 +63,7 @@ class Stage(nn.Module):
         self.activation_checkpointing = False
         self.auxiliary_weight = 1.0
         self.router_losses: Tensor | None = None
+        self._rotary_table = rotary_table
         layer = MoELayer if config.experts else DenseLayer
         self.embedding = nn.Embedding(config.vocab, config.dim, device=device) if embedding else None
         self.layers = nn.ModuleDict({str(i): layer(config, device) for i in range(first_layer, last_layer)})
@@ -72,7 +74,7 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         config = self.config
-        cos, sin = rotary_table(x.shape[1], config.head_dim, config.rope_theta, x.device)  # pyright: ignore
+        cos, sin = self._rotary_table(x.shape[1], config.head_dim, config.rope_theta, x.device)
         if self.embedding is not None:
             if config.document_mask:
                 documents = document_numbers(x, config.end_of_document)
@@ -94,12 +96,26 @@ class Stage(nn.Module):
             return self.head(self.norm(x))
         return x if documents is None else (x, documents)
 
+    def prepare_for_compiler(self) -> None:
+        """To be called before a stage or its layers are compiled. The compiler is loaded here and not before: it
+        takes seconds, and most processes compile nothing."""
+        self._rotary_table = _rotary_table_outside_graphs()
+        for module in self.modules():
+            if isinstance(module, MoE):
+                module.prepare_for_compiler()
+
     def _add_router_losses(self, x: Tensor, losses: Tensor) -> Tensor:
         self.router_losses = losses.detach()
         # Numbers of the host stay there: as a tensor they would be copied to the device, which waits for its queue.
         balance, z = losses.unbind(-1)
         weighted = self.config.balance_loss * balance + self.config.router_z_loss * z
         return _AddLoss.apply(x, weighted.sum() / self.config.layers, self.auxiliary_weight)
+
+
+@cache
+def _rotary_table_outside_graphs() -> Callable[..., tuple[Tensor, Tensor]]:
+    """Compiled together, every layer would take cosines again instead of reading them."""
+    return torch.compiler.disable(rotary_table)  # pyright: ignore[reportReturnType]
 
 
 def document_numbers(tokens: Tensor, end_of_document: int) -> Tensor:

@@ -38,12 +38,20 @@ def shapes(job: Job) -> Iterator[Shape]:
         if job.stages not in (None, stages) or stages > job.config.layers:
             continue
         data_ranks = devices // stages
-        for size in (job.microbatch_size,) if job.microbatch_size else MICROBATCH_SIZES:
+        for size in _sizes(job, data_ranks):
             microbatches, rest = divmod(job.sequences, data_ranks * size)
             if rest or microbatches < 1 or job.microbatches not in (None, microbatches):
                 continue
             for name in names:
                 yield from _variants(name, stages, data_ranks, microbatches, size, job.config.layers)
+
+
+def _sizes(job: Job, data_ranks: int) -> tuple[int, ...]:
+    """Sequences of a microbatch on one data rank; a size that was asked for is that of all of them together."""
+    if job.microbatch_size is None:
+        return MICROBATCH_SIZES
+    size, rest = divmod(job.microbatch_size, data_ranks)
+    return (size,) if size and not rest else ()
 
 
 def _variants(

@@ -17,8 +17,9 @@ from dataclasses import asdict
 from typing import Any
 
 from slipstream.errors import UserError
+from slipstream.models.sizes import PRESETS, ModelConfig, active_parameters
 from slipstream.plan.layout import RUNNABLE, Layout, Plan, describe, runs
-from slipstream.plan.penalty import SYNC_START
+from slipstream.plan.penalty import SYNC_START, Penalty, find_penalty
 from slipstream.plan.throughput import rank_pairs, rank_sums
 
 
@@ -57,14 +58,41 @@ def explain(plan: Plan) -> list[str]:
     lines.append(_memory_sentence(plan))
     if asynchronous and synchronous:
         lines.append(_break_even(plan, asynchronous, synchronous))
-    if penalty := plan.penalty:
-        lines.append(
-            f"Token penalty used: {penalty.penalty:g} where all of a group is old, less where a part is "
-            f"({penalty.optimizer}, {penalty.correction}; {penalty.source})."
-        )
+    if plan.penalty is not None:
+        lines += _penalty_sentences(plan, plan.penalty)
     return lines
 
 
+def _penalty_sentences(plan: Plan, used: Penalty) -> list[str]:
+    """What was used and where it comes from; marked where it is from another size, with our own figure beside it."""
+    job, size = plan.job, active_parameters(plan.job.config)
+    lines = [
+        f"Token penalty used: {used.penalty:g} where all of a group is old, less where a part is "
+        f"({used.optimizer}, {used.correction}; {used.source})."
+    ]
+    far = [
+        f"{count(theirs)} {what} instead of {count(ours)}"
+        for what, theirs, ours in (
+            ("active parameters", used.parameters, size),
+            ("tokens a batch", used.batch_tokens, job.batch_tokens),
+        )
+        if not 1 / NEAR < theirs / ours < NEAR
+    ]
+    if far:
+        lines.append(
+            f"That penalty was not measured at this size: {', '.join(far)}. Treat the net gain as a guess."
+        )
+    own = [entry for entry in job.penalties if entry.source.startswith("study ")]
+    if own and not used.source.startswith("study "):
+        try:
+            ours = find_penalty(own, job.optimizer, job.correction, job.batch_tokens, size)
+        except UserError:  # never measured here
+            return lines
+        lines.append(f"Our own nearest figure is {ours.penalty:g} ({ours.source.split('; runs ')[0]}).")
+    return lines
+
+
+NEAR = 3.0  # beyond this factor in size a penalty is another experiment's
 LIMITS = {
     "imbalance": "layers do not divide evenly over the ranks; another P, or thinner layers, would.",
     "recompute": "memory: without checkpointing it does not fit, or only in smaller microbatches.",
@@ -157,7 +185,7 @@ def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
     )  # without banks the weights stay in float32
     correction, _, start = job.correction.partition("+")
     chosen: dict[str, dict[str, Any]] = {
-        "model": {"preset": model_name},
+        "model": {"preset": model_name} if model_name in PRESETS else _shape(job.config),
         "data": {"sequence": job.sequence},
         "pipeline": {
             "schedule": RUNNABLE[shape.schedule],
@@ -188,6 +216,12 @@ def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
         lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
         sections.append("\n".join([f"[{section}]", *lines]))
     return "\n\n".join(sections) + "\n"
+
+
+def _shape(config: ModelConfig) -> dict[str, Any]:
+    """A model without a preset, key by key."""
+    left_out = ("init_std", "document_mask", "end_of_document")
+    return {key: value for key, value in asdict(config).items() if key not in left_out and value is not None}
 
 
 def to_json(plan: Plan, model_name: str) -> dict[str, Any]:

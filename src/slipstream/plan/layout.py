@@ -28,7 +28,7 @@ class Job:
     schedule: str | None = None
     stages: int | None = None
     microbatches: int | None = None
-    microbatch_size: int | None = None
+    microbatch_size: int | None = None  # sequences, over all data ranks, as pipeline.microbatch_size
     penalties: tuple[Penalty, ...] = field(default_factory=load_penalties)
     timings: dict[str, Timing] | None = None
 
@@ -111,18 +111,24 @@ RUNNABLE = {  # planner's name -> pipeline.schedule
 }  # fmt: skip
 
 
+def why_not(job: Job, shape: Shape) -> str:
+    """Why `slipstream train` does not do this; nothing where it does."""
+    if shape.schedule not in RUNNABLE:
+        return f"there is no {shape.schedule}"
+    if shape.schedule == "zbv" and job.config.experts:
+        return "zbv trains no experts"
+    if shape.shard_optimizer and not shape.asynchronous:
+        return "the optimizer is sharded under 2bw only"
+    if shape.chunks > 1 and shape.microbatches % shape.stages:
+        return f"{shape.schedule} takes whole rounds of P microbatches"
+    if not shape.pipeline_inside:
+        return "the stages of a pipeline are neighbours, not spread over nodes"
+    return ""
+
+
 def runs(job: Job, shape: Shape) -> bool:
-    """Whether `slipstream train` does this: it shards the optimizer under 2BW only, takes whole rounds of P
-    microbatches where a rank holds two chunks, gives the stages of one pipeline neighbouring ranks, and trains no
-    experts under zbv.
-    """
-    return (
-        shape.schedule in RUNNABLE
-        and not (shape.schedule == "zbv" and job.config.experts)
-        and (shape.asynchronous or not shape.shard_optimizer)
-        and (shape.chunks == 1 or shape.microbatches % shape.stages == 0)
-        and shape.pipeline_inside
-    )
+    """Whether `slipstream train` does this."""
+    return not why_not(job, shape)
 
 
 def describe(shape: Shape) -> str:

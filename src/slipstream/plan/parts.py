@@ -125,7 +125,7 @@ def _matrix_shapes(config: ModelConfig) -> list[tuple[int, int, int]]:
     """(how many, rows, columns) of a layer's hidden matrices."""
     experts = max(1, config.experts)
     shapes = [
-        (2, config.dim, config.dim),
+        (2, config.dim, config.q_dim),
         (2, config.dim, config.kv_dim),
         (3 * experts, config.dim, config.ffn),
     ]

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from slipstream.models.sizes import active_parameters, parameters
 from slipstream.plan.explain import count, explain, gib, to_toml
-from slipstream.plan.layout import Layout, Plan
+from slipstream.plan.layout import Layout, Plan, why_not
 from slipstream.plan.throughput import costs
 from slipstream.schedule.generate import build
 from slipstream.schedule.plot.terminal import terminal
@@ -33,7 +33,8 @@ HEADER = (
 )
 LEGEND = (
     "net: time to loss of the best synchronous layout over this one's. size: sequences per microbatch and "
-    "device. ckpt: activation checkpointing. shard: optimizer sharded over data ranks. spread: nodes hold data "
+    "device (pipeline.microbatch_size is D times that). ckpt: activation checkpointing. shard: optimizer "
+    "sharded over data ranks. spread: nodes hold data "
     "ranks of one stage, not stages of one pipeline. K: microbatches in flight. idle: device time without "
     "computation. time: to train on {tokens} tokens' worth of loss."
 )
@@ -61,12 +62,24 @@ def show(plan: Plan, console: Console, model_name: str, top: int) -> None:
     if best_runnable is not None:
         place = rank(plan, best_runnable)
         note = "" if place == 1 else f" (the best that `slipstream train` runs: #{place})"
+        if place > 1:
+            console.print(Text(f"• {unrunnable(plan, place)}"))
+            console.print()
         console.print(
             f"[bold]To run it[/]{note}: slipstream train FILE data.path=FOLDER train.steps=N, with this in FILE "
             "(--toml FILE writes it):",
             highlight=False,
         )
         console.print(Text(to_toml(plan, best_runnable, model_name) or ""))
+
+
+def unrunnable(plan: Plan, place: int) -> str:
+    """Why the layouts above the best that runs are only ranked."""
+    reasons: dict[str, list[str]] = {}
+    for number, layout in enumerate(plan.layouts[: place - 1], start=1):
+        reasons.setdefault(why_not(plan.job, layout.shape), []).append(f"#{number}")
+    told = "; ".join(f"{', '.join(numbers)}: {reason}" for reason, numbers in reasons.items())
+    return f"Not run by `slipstream train` yet, and ranked for comparison: {told}."
 
 
 def rank(plan: Plan, layout: Layout) -> int:
@@ -141,5 +154,5 @@ def draw(layout: Layout, console: Console) -> None:
     if microbatches < shape.microbatches:
         title += f", drawn with {microbatches} of {shape.microbatches} microbatches"
     picture = {title: simulate(schedule, costs(layout.times, shape))}
-    console.print(terminal(picture, console.width, colours=console.color_system is not None))
+    console.print(terminal(picture, console.width, console.color_system is not None, unit="s"))
     console.print()

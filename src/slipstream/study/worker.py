@@ -87,7 +87,7 @@ def _run(tree: dict[str, Any]) -> Report:
     """Train one run; after anything but a mistake of the user's this process may be spoilt."""
     from slipstream.config import from_tree
     from slipstream.errors import DiskError, InUseError, UserError
-    from slipstream.train.session import start
+    from slipstream.train.start import start
 
     try:
         start(from_tree(tree))

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from slipstream.config import Config
+from slipstream.config.objects import fetch
 from slipstream.data.shards import find_shards, fingerprint
 from slipstream.distributed import World
 from slipstream.metrics.progress import Show
@@ -20,18 +21,19 @@ from slipstream.metrics.record import Recorder, has_event
 from slipstream.metrics.throughput import Meter, peak_flops
 from slipstream.models.attention import attention_kernel
 from slipstream.models.sizes import ModelConfig, flops_per_token, parameters
-from slipstream.train import build
+from slipstream.train import build, checkpoint
 from slipstream.train import folder as folders
 from slipstream.train.batches import Place
+from slipstream.train.best import Best
 from slipstream.train.board import Board
 from slipstream.train.engine import Emulated, Engine
 from slipstream.train.folder import Plan
 from slipstream.train.health import Monitor
 from slipstream.train.master import TOKENIZER_FILE
-from slipstream.train.pipelined import Pipelined
+from slipstream.train.own_model import OwnModel
 from slipstream.train.reporter import Reporter, Seat
 from slipstream.train.resume import load_into
-from slipstream.train.synchronous import Synchronous
+from slipstream.train.sources import datasets
 from slipstream.train.trackers import open_trackers
 from slipstream.train.trainer import Parts
 from slipstream.train.writer import Leader, Writer
@@ -51,12 +53,18 @@ def seat_of(config: Config, world: World | None) -> Seat:
 
 @contextmanager
 def assemble(
-    config: Config, world: World | None, seat: Seat, data: Path, plan: Plan, board: Board
+    config: Config,
+    world: World | None,
+    seat: Seat,
+    data: Path | None,
+    plan: Plan,
+    board: Board,
+    command: str = "",
 ) -> Iterator[Parts]:
     """Build everything this rank needs; files are closed at the end."""
     model = build.shape(config, data)
     device = build.device(config, 0 if world is None else world.local_rank)
-    train_data, valid_data = build.datasets(config, data)
+    train_data, valid_data = datasets(config, data)
     with ExitStack() as stack:
         stack.enter_context(float32_products(config.train.dtype))
         stack.enter_context(attention_kernel(config.train.attention))
@@ -65,11 +73,12 @@ def assemble(
             load_into(engine, Path(plan.source), config)
         recorder, show = None, None
         if seat.leader:
-            recorder = _open_records(config, model, plan, data, device, stack)
-            show = stack.enter_context(Show(config.train.steps, config.train.log_every))
+            recorder = _open_records(config, model, plan, data, device, stack, command)
+            show = Show(config.train.steps, config.train.log_every, quiet=config.train.quiet)
             if plan.source is not None:
                 does = "A fork starts" if plan.forked else "The run goes on"
                 show.note(f"{does} from step {plan.step} ({plan.source})")
+            stack.enter_context(show)
 
         def warn(step: int, text: str) -> None:
             if recorder is not None and show is not None:
@@ -81,7 +90,8 @@ def assemble(
         monitor = Monitor(config.health.spike, config.health.max_skipped, _first_checkpoint(config, plan))
         reporter = _reporter(config, model, seat, engine, board, recorder, show, _observer(monitor, warn))
         stack.callback(reporter.close)
-        writer = _writer(config, seat, plan, recorder, warn)
+        best = Best.after(plan.validations)
+        writer = _writer(config, seat, plan, recorder, warn, best)
         stack.callback(writer.close)
         yield Parts(
             config=config,
@@ -97,16 +107,17 @@ def assemble(
             reporter=reporter,
             writer=writer,
             monitor=monitor,
+            best=best,
             recorder=recorder,
             show=show,
             meta={
                 "config": config.model_dump(),
-                "model": dataclasses.asdict(model),
-                "data_folder": str(data.resolve()),
+                "model": model.describe() if isinstance(model, OwnModel) else dataclasses.asdict(model),
+                "data_folder": str((data or Path()).resolve()),
                 "data_fingerprint": plan.data_fingerprint,
             },
             root=folders.checkpoints(Path(config.run.dir)),
-            tied=("embedding.weight", "head.weight") if model.tied else (),
+            tied=("embedding.weight", "head.weight") if isinstance(model, ModelConfig) and model.tied else (),
         )
 
 
@@ -124,11 +135,16 @@ def float32_products(dtype: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _engine(config: Config, model: ModelConfig, world: World | None, device: torch.device) -> Engine:
+def _engine(config: Config, model: build.Model, world: World | None, device: torch.device) -> Engine:
+    """Torch's pipelines load its compiler, which takes seconds: only where there is a pipeline."""
     if world is None:
         return Emulated(config, model, device)
     if config.synchronous:
+        from slipstream.train.synchronous import Synchronous
+
         return Synchronous(config, model, world, device)
+    from slipstream.train.pipelined import Pipelined
+
     return Pipelined(config, model, world, device)
 
 
@@ -145,7 +161,7 @@ def _place(config: Config, seat: Seat, device: torch.device) -> Place:
 
 def _reporter(
     config: Config,
-    model: ModelConfig,
+    model: build.Model,
     seat: Seat,
     engine: Engine,
     board: Board,
@@ -153,15 +169,20 @@ def _reporter(
     show: Show | None,
     observe: Callable[[int, float, bool], None],
 ) -> Reporter:
-    flops = flops_per_token(model, config.data.sequence)
-    meter = Meter(config.train.steps, config.tokens_per_step, flops, _peak(config, seat))
+    if isinstance(model, OwnModel):  # what it computes is not known
+        flops, peak = 0.0, None
+    else:
+        flops, peak = flops_per_token(model, config.data.sequence), _peak(config, seat)
+    meter = Meter(config.train.steps, config.tokens_per_step, flops, peak)
+    callback = config.train.callback if seat.leader else None
     log = None
     if not seat.leader:
         log = Path(config.run.dir) / "logs" / f"rank-{seat.rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
     return Reporter(
-        config, seat, engine, board, meter, recorder=recorder, show=show, log=log, observe=observe
-    )
+        config, seat, engine, board, meter, recorder=recorder, show=show, log=log, observe=observe,
+        callback=None if callback is None else fetch("train.callback", callback),
+    )  # fmt: skip
 
 
 def _first_checkpoint(config: Config, plan: Plan) -> int | None:
@@ -183,7 +204,12 @@ def _observer(monitor: Monitor, warn: Callable[[int, str], None]) -> Callable[[i
 
 
 def _writer(
-    config: Config, seat: Seat, plan: Plan, recorder: Recorder | None, warn: Callable[[int, str], None]
+    config: Config,
+    seat: Seat,
+    plan: Plan,
+    recorder: Recorder | None,
+    warn: Callable[[int, str], None],
+    best: Best,
 ) -> Writer:
     """Each rank writes what it owns; the leader commits."""
     sharded = config.pipeline.shard_optimizer
@@ -197,29 +223,37 @@ def _writer(
 
         def committed(step: int, path: Path) -> None:
             recorder.write("checkpoint", step, path=f"checkpoints/{path.name}")
+            if config.checkpoint.best and step == best.step:
+                checkpoint.point_at(path)
+
+        def protected() -> int | None:
+            return best.step if config.checkpoint.best else None
 
         writers = seat.stages * (seat.data_ranks if sharded else 1)
         names = tuple(piece(rank) for rank in range(writers))
-        leader = Leader(names, config.checkpoint.keep, recorder.wait_for, committed)
+        leader = Leader(names, config.checkpoint.keep, recorder.wait_for, committed, protected)
     root = folders.checkpoints(Path(config.run.dir))
     return Writer(root, plan.nonce, piece(seat.rank), warn, leader, config.train.timeout_seconds)
 
 
 def _open_records(
-    config: Config, model: ModelConfig, plan: Plan, data: Path, device: torch.device, stack: ExitStack
+    config: Config,
+    model: build.Model,
+    plan: Plan,
+    data: Path | None,
+    device: torch.device,
+    stack: ExitStack,
+    command: str,
 ) -> Recorder:
     """The leader's files: resolved config, environment, tokenizer, events."""
     folder = Path(config.run.dir)
     folders.write_config(folder, config)
-    held_out = fingerprint(find_shards(data, "valid"))  # other text to validate on is another loss
-    described = {
-        "folder": str(data),
-        "fingerprint": plan.data_fingerprint,
-        "validation_fingerprint": held_out,
-    }
+    described = {"folder": str(data or config.data.module), "fingerprint": plan.data_fingerprint}
+    if data is not None:  # other text to validate on is another loss
+        described["validation_fingerprint"] = fingerprint(find_shards(data, "valid"))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    folders.write_environment(folder, config, described, name)
-    if (data / TOKENIZER_FILE).is_file():
+    folders.write_environment(folder, config, described, name, command)
+    if data is not None and (data / TOKENIZER_FILE).is_file():
         with contextlib.suppress(shutil.SameFileError):  # a run in the folder of its data
             shutil.copyfile(data / TOKENIZER_FILE, folder / TOKENIZER_FILE)
     recorder = Recorder(folder, open_trackers(config, folder, plan.step))
@@ -233,7 +267,7 @@ def _open_records(
         schedule=config.pipeline.schedule,
         microbatches=config.pipeline.microbatches,
         cutover=config.pipeline.cutover,
-        parameters=parameters(model),
+        parameters=model.parameters if isinstance(model, OwnModel) else parameters(model),
         resumed=resumed,
     )
     if resumed and not has_event(folder, "checkpoint", plan.step):

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.data.tokens import Prefetch, TokenDataset
+from slipstream.data.tokens import Prefetch
 from slipstream.models.loss import with_group_count
+from slipstream.train.sources import Dataset
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Place:
     pin: bool = False
 
 
-def load(dataset: TokenDataset, group: int, place: Place) -> Batch:
+def load(dataset: Dataset, group: int, place: Place) -> Batch:
     """Group `group` of the dataset as this rank needs it."""
     if not (place.first or place.last):
         return Batch(None, None)
@@ -51,7 +52,7 @@ def load(dataset: TokenDataset, group: int, place: Place) -> Batch:
     return Batch(inputs if place.first else None, targets if place.last else None)
 
 
-def ahead(dataset: TokenDataset, place: Place, start: int) -> Prefetch[Batch]:
+def ahead(dataset: Dataset, place: Place, start: int) -> Prefetch[Batch]:
     """A thread that keeps the next groups ready, from `start` on."""
     return Prefetch(lambda group: load(dataset, group, place), start)
 

@@ -16,66 +16,28 @@ from torch.optim import Optimizer
 
 from slipstream.config import Config
 from slipstream.config.resolve import model_config, updates
-from slipstream.config.settings import ModelSettings
-from slipstream.data.corpus import embedded
 from slipstream.data.shards import read_meta
-from slipstream.data.tokens import TokenDataset
 from slipstream.errors import UserError
 from slipstream.models.loss import TokenLoss
 from slipstream.models.sizes import ModelConfig
 from slipstream.models.stages import Stage, build_stage, split
-from slipstream.optim.build import build as build_optimizer
+from slipstream.optim import build as build_optimizer
 from slipstream.optim.corrections import Correction, build_correction, synchronous_groups
 from slipstream.optim.lr import schedule as lr_schedule
 from slipstream.schedule.cutover import Cutover
-from slipstream.train.export import read_config, read_weights
+from slipstream.train.export import read_weights
+from slipstream.train.own_model import OwnModel, OwnStage
 
+Model = ModelConfig | OwnModel
 DEEP = 12  # layers of a stage beyond which train.compile=true compiles them one by one
 
 
-def adopt_shape(config: Config) -> Config:
-    """With model.init_from the folder's config.json is the shape; a key that contradicts it is refused."""
-    if config.model.init_from is None:
-        return config
-    found = read_config(Path(config.model.init_from))
-    names = [field.name for field in dataclasses.fields(found) if field.name in ModelSettings.model_fields]
-    given = {name: getattr(config.model, name) for name in names if name in config.model.model_fields_set}
-    wrong = {name: value for name, value in given.items() if value not in (None, getattr(found, name))}
-    if wrong:
-        name, value = next(iter(wrong.items()))
-        raise UserError(
-            f"model.{name} = {value} contradicts model.init_from, whose config.json has "
-            f"{getattr(found, name)}. "
-            f"Drop model.{name}."
-        )
-    values = {name: getattr(found, name) for name in names}
-    return config.model_copy(update={"model": config.model.model_copy(update=values)})
-
-
-def data_folder(config: Config) -> Path:
-    """The shards of the run; the embedded corpus is tokenised on first use."""
-    if config.data.path is not None:
-        return Path(config.data.path)
-    assert config.model.vocab is not None
-    return embedded(config.model.vocab)
-
-
-def datasets(config: Config, folder: Path) -> tuple[TokenDataset, TokenDataset]:
-    """(training, validation); a batch is one group."""
-    rows = config.pipeline.microbatches * config.pipeline.microbatch_size
-    options: dict[str, Any] = {
-        "vocab": config.model.vocab,
-        "mask_document_ends": config.data.mask_documents,
-    }
-    train = TokenDataset(folder, "train", config.data.sequence, rows, config.train.seed, **options)
-    valid = TokenDataset(folder, "valid", config.data.sequence, rows, shuffle=False, **options)
-    return train, valid
-
-
-def shape(config: Config, folder: Path) -> ModelConfig:
-    """The model's shape, with the data's end-of-document token where documents are masked."""
+def shape(config: Config, folder: Path | None) -> Model:
+    """The model's shape, with the data's end-of-document token where documents are masked; or the user's own."""
+    if config.model.module is not None:
+        return OwnModel(config)
     model = model_config(config.model)
-    if not config.data.mask_documents:
+    if not config.data.mask_documents or folder is None:
         return model
     return dataclasses.replace(
         model, document_mask=True, end_of_document=read_meta(folder)["end_of_document"]
@@ -97,9 +59,11 @@ def device(config: Config, local_rank: int = 0) -> torch.device:
 
 
 def stage_modules(
-    config: Config, model: ModelConfig, count: int, indices: list[int], where: torch.device
-) -> list[Stage]:
+    config: Config, model: Model, count: int, indices: list[int], where: torch.device
+) -> list[Stage] | list[OwnStage]:
     """The stage modules `indices` of a model cut into `count`."""
+    if isinstance(model, OwnModel):
+        return model.stages(config, count, indices, where)
     layers = split(model, count, config.pipeline.boundaries, config.data.sequence)
     # A routed layer adds its losses in its own backward, scaled as the engine scales a microbatch's loss.
     weight = 1.0 / config.pipeline.microbatches
@@ -226,10 +190,12 @@ def preparation(config: Config) -> Callable[[nn.Module], Any] | None:
 def _compiled(module: nn.Module, how: bool | str, dynamic: bool | None) -> Any:
     """Layer by layer one graph serves them all, so compiling takes seconds at any depth; as one graph a residual
     is added where the next norm reads it and the host has less to do, which counts in small models."""
-    assert isinstance(module, Stage)
-    if how == "stage" or (how is True and len(module.layers) <= DEEP):
+    assert isinstance(module, Stage | OwnStage)
+    if isinstance(module, Stage):
+        module.prepare_for_compiler()
+    if how == "stage" or (how is True and (len(module.layers) <= DEEP or isinstance(module, OwnStage))):
         return torch.compile(module, dynamic=dynamic)
-    for part in (*module.layers.values(), module.norm):
+    for part in (*module.layers.values(), getattr(module, "norm", None)):
         if part is not None:
             part.compile(dynamic=dynamic)
     return module

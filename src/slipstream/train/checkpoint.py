@@ -29,6 +29,7 @@ from slipstream.train.state import Digest, digest, read_piece, sync
 FORMAT = "slipstream-checkpoint"
 VERSION = 1
 HASHING_THREADS = 8
+BEST = "best"  # a link to the checkpoint with the lowest validation loss, where a run keeps it
 _NAME = re.compile(r"step-(\d+)")
 _PIECE = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -89,12 +90,20 @@ def commit(
 def sweep(root: Path) -> None:
     """Remove what interrupted attempts left behind. Call only with the run locked."""
     for path in root.glob(".draft-*"):
-        shutil.rmtree(path, ignore_errors=True)
+        path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
 
 
-def retain(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep`."""
-    _remove(root, committed(root)[keep:])
+def retain(root: Path, keep: int, protected: int | None = None) -> None:
+    """Remove all but the newest `keep`, and the one of the step `protected`."""
+    _remove(root, [path for path in committed(root)[keep:] if _step(path) != protected])
+
+
+def point_at(path: Path) -> None:
+    """Make `checkpoints/best` lead to a committed checkpoint."""
+    draft = path.parent / f".draft-{BEST}"
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(path.name)
+    draft.rename(path.parent / BEST)
 
 
 def _remove(root: Path, paths: Sequence[Path]) -> None:
@@ -112,6 +121,8 @@ def forget_from(root: Path, step: int) -> None:
     later = [path for path in found if _step(path) >= step]
     if len(later) < len(found):
         _remove(root, later)
+    if not (root / BEST).exists():  # it led to one of these
+        (root / BEST).unlink(missing_ok=True)
 
 
 def manifest(path: Path) -> Manifest:

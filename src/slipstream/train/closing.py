@@ -1,20 +1,27 @@
-"""The end of a run, for the person who started it: the loss against what it is worth, a sample, every
-path.
-"""
+"""The end of a run, for the person who started it: the loss against what it is worth, the report, what to do next."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
+from slipstream.config import Config
+from slipstream.data.shards import open_shard
+from slipstream.data.tokenizer import Tokenizer
 from slipstream.errors import UserError
 from slipstream.metrics.events import read_run
 from slipstream.metrics.progress import Show, duration
 from slipstream.metrics.report import write_report
+from slipstream.metrics.report_columns import si
+from slipstream.models.sizes import parameters
 from slipstream.train.evaluate import unigram_entropy
 from slipstream.train.generate import load_trained, write
 from slipstream.train.master import TOKENIZER_FILE
+from slipstream.train.own_model import OwnModel
 from slipstream.train.trainer import Outcome, Parts
+
+PROMPT_TOKENS = 8  # of the validation text that a sample begins with
 
 
 def close(parts: Parts, outcome: Outcome) -> None:
@@ -34,19 +41,9 @@ def close(parts: Parts, outcome: Outcome) -> None:
         return
     assert outcome.validation_loss is not None
     entropy = unigram_entropy(parts.train_data, parts.model.vocab)
-    _say_speed(show, parts.reporter.busy)
-    show.note(
-        f"validation loss (master) {outcome.validation_loss:.4f} nats/token; unigram entropy of the corpus "
-        f"{entropy:.4f}",
-        "bold green" if outcome.validation_loss < entropy else "bold yellow",
-    )
-    if config.train.sample_tokens and (folder / TOKENIZER_FILE).is_file():
-        prompt = config.train.sample_prompt
-        text = write(
-            load_trained(folder), prompt, config.train.sample_tokens, temperature=0.8, top_k=40, seed=0
-        )
-        recorder.write("sample", outcome.step, prompt=prompt, text=text)
-        show.note(f"sample:\n{prompt}{text}")
+    own = isinstance(parts.model, OwnModel)
+    if config.train.sample_tokens and (folder / TOKENIZER_FILE).is_file() and not own:
+        _sample(parts, outcome, folder)
     tokens = outcome.step * config.tokens_per_step
     worked = max(read_run(folder).clock().values())  # over all starts of the run
     recorder.write(
@@ -59,8 +56,41 @@ def close(parts: Parts, outcome: Outcome) -> None:
     )
     if config.train.report:
         write_report([folder])
-    show.note(f"Finished {outcome.step} steps, {tokens:,} tokens, in {duration(worked)}.")
-    show.note(paths(folder))
+    show.note(f"\nFinished {outcome.step:,} steps, {tokens:,} tokens, in {duration(worked)}.")
+    better = outcome.validation_loss < entropy
+    show.note(
+        f"Validation loss {outcome.validation_loss:.4f}, {'against' if better else 'which does not beat'} "
+        f"{entropy:.4f} "
+        "for guessing every token by its frequency (nats per token; lower is better).",
+        "bold green" if better else "bold yellow",
+    )
+    _say_speed(show, parts.reporter.busy)
+    show.note(next_steps(config))
+
+
+def _sample(parts: Parts, outcome: Outcome, folder: Path) -> None:
+    """Asked for by train.sample_tokens. Small models write badly: what is shown says what it is."""
+    config, recorder, show = parts.config, parts.recorder, parts.show
+    assert recorder is not None
+    assert show is not None
+    trained = load_trained(folder)
+    prompt = config.train.sample_prompt
+    if prompt is None:
+        prompt = _opening(trained.tokenizer, parts.valid_data.paths)
+    text = write(trained, prompt, config.train.sample_tokens, temperature=0.8, top_k=40, seed=0)
+    recorder.write("sample", outcome.step, prompt=prompt, text=text)
+    assert not isinstance(parts.model, OwnModel)
+    size = f"{si(parameters(parts.model))} parameters, {si(outcome.step * config.tokens_per_step)} tokens of training"
+    show.note(f"\nA text by this model ({size}), continuing {prompt!r}:\n{prompt}{text}")
+
+
+def _opening(tokenizer: Tokenizer, shards: Sequence[Path]) -> str:
+    """How the validation text begins: a prompt in the language of the corpus."""
+    if not shards:
+        return ""
+    ids = [int(token) for token in open_shard(shards[0])[: 4 * PROMPT_TOKENS]]
+    text = tokenizer.decode([token for token in ids if token != tokenizer.end_of_document][:PROMPT_TOKENS])
+    return text.strip().split("\n")[0] or text
 
 
 def record_failure(parts: Parts, error: Exception) -> None:
@@ -71,32 +101,40 @@ def record_failure(parts: Parts, error: Exception) -> None:
             parts.recorder.write("error", parts.reporter.reported, message=f"{kind}{error}")
 
 
-def say_finished(folder: Path, step: int) -> None:
-    show = Show(step)
-    show.note(f"This run is finished: {step} steps. Set another run.dir, or run.fork_from={folder} to go on.")
-    show.note(paths(folder))
+def say_finished(config: Config, step: int) -> None:
+    show, folder = Show(step), Path(config.run.dir)
+    show.note(
+        f"This run is finished: {step} steps. To train on, set train.steps={2 * step} (say); to begin "
+        "another, set another "
+        f"run.dir, or run.fork_from={folder}.",
+        "bold",
+    )
+    show.note(next_steps(config))
 
 
-def paths(folder: Path) -> str:
-    """Everything the run wrote."""
-    meanings = {
-        "report.html": "the run as one page",
-        "events.jsonl": "every step, validation and checkpoint",
-        "config.toml": "the resolved run; starts it again",
-        "environment.json": "versions, machine, seeds, data",
-        "tokenizer.json": "the tokenizer",
-        "checkpoints": "the newest weights and state",
-        "logs": "the other ranks' lines",
-    }
-    lines = [
-        f"  {folder / name}  {meaning}" for name, meaning in meanings.items() if (folder / name).exists()
-    ]
-    ahead = [f"Next: slipstream generate {folder} 'PROMPT'"] if (folder / "checkpoints").exists() else []
-    return "\n".join(["Written:", *lines, *ahead])
+def next_steps(config: Config) -> str:
+    """Where the report is, and what can be done with the run now."""
+    folder = Path(config.run.dir)
+    saved, text = (folder / "checkpoints").exists(), (folder / TOKENIZER_FILE).exists()
+    own = config.model.module is not None
+    lines = []
+    if (folder / "report.html").exists():
+        lines.append(f"  {'open':<10} {folder / 'report.html'}")
+    if saved and text and not own:
+        lines.append(f"  {'write':<10} slipstream generate {folder} 'your prompt'")
+    if saved:
+        lines.append(f"  {'export':<10} slipstream export {folder} {folder}-hf")
+        lines.append(
+            f"  {'train on':<10} slipstream train {folder}/config.toml train.steps={2 * config.train.steps}"
+        )
+    lines.append(f"  {'compare':<10} slipstream runs {folder.parent}")
+    if config.data.path is None and config.data.module is None:
+        lines.append(f"  {'own text':<10} slipstream data prepare YOUR_FOLDER --out shards")
+    return "\n".join(["Next:", *lines, f"Everything the run wrote is in {folder}."])
 
 
 def _say_speed(show: Show, busy: tuple[float, ...]) -> None:
     if len(busy) > 1:
         slowest = max(range(len(busy)), key=lambda stage: busy[stage])
         shares = ", ".join(f"stage {stage} {share:.0%}" for stage, share in enumerate(busy))
-        show.note(f"busy: {shares}; the slowest is stage {slowest}")
+        show.note(f"Busy: {shares}; the slowest is stage {slowest}.")

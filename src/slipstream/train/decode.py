@@ -38,7 +38,7 @@ class Decoder:
         config, weight = model.config, model.embedding.weight
         self.capacity, self.length = capacity, 0
         self._model = model
-        self._table = rotary_table(capacity, config.head_dim, config.rope_theta, weight.device)  # pyright: ignore
+        self._table = rotary_table(capacity, config.head_dim, config.rope_theta, weight.device)
         shape = (1, config.kv_heads, capacity, config.head_dim)
         self._past = [_Past(weight.new_empty(shape), weight.new_empty(shape)) for _ in model.layers]
 

@@ -90,14 +90,14 @@ class Engine(Protocol):
 class Emulated:
     """The emulator, one process for the whole model."""
 
-    def __init__(self, config: Config, model: ModelConfig, device: torch.device) -> None:
+    def __init__(self, config: Config, model: build.Model, device: torch.device) -> None:
         delay, cutover = config.pipeline.delay, config.pipeline.cutover
         count = max(len(of) if isinstance(of, list) else 1 for of in (delay, cutover))
         assert not isinstance(cutover, float)  # resolved
         if config.train.cuda_graphs and device.type != "cuda":
             raise UserError("train.cuda_graphs needs a GPU, and torch sees none. Drop it.")
         modules = build.stage_modules(config, model, count, list(range(count)), device)
-        if model.tied:
+        if isinstance(model, ModelConfig) and model.tied:
             share_embedding(modules)
         self._config = config
         self._emulator = Emulator(

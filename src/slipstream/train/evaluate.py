@@ -13,17 +13,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from slipstream.data.shards import open_shard
-from slipstream.data.tokens import TokenDataset
 from slipstream.train.batches import Place, load
 from slipstream.train.board import Board
 from slipstream.train.engine import Engine
+from slipstream.train.sources import Dataset
+
+OWN_TOKENS = 100_000  # of a function's batches that are counted
 
 
 def validate(
     engine: Engine,
-    dataset: TokenDataset,
+    dataset: Dataset,
     batches: int,
     place: Place,
     device: torch.device,
@@ -42,8 +45,10 @@ def validate(
     return sum(shares) / len(shares)
 
 
-def unigram_entropy(dataset: TokenDataset, vocab: int, limit: int = 20_000_000) -> float:
+def unigram_entropy(dataset: Dataset, vocab: int, limit: int = 20_000_000) -> float:
     """Nats per token of the best model that knows only how often each token occurs."""
+    if not dataset.paths:
+        return _of_counts(_counted(dataset, vocab, min(limit, OWN_TOKENS)))
     files = tuple((path, path.stat().st_mtime_ns) for path in dataset.paths)
     return _entropy(files, vocab, limit)
 
@@ -56,5 +61,18 @@ def _entropy(files: tuple[tuple[Path, int], ...], vocab: int, limit: int) -> flo
         shard = open_shard(path)
         counts += np.bincount(np.asarray(shard[:left]), minlength=vocab)[:vocab]
         left -= min(left, len(shard))
+    return _of_counts(counts)
+
+
+def _counted(dataset: Dataset, vocab: int, limit: int) -> NDArray[np.int64]:
+    counts, group = np.zeros(vocab, dtype=np.int64), 0
+    while counts.sum() < limit:
+        _, targets = dataset.batch(group)
+        counts += np.bincount(targets[targets >= 0].numpy(), minlength=vocab)[:vocab]
+        group += 1
+    return counts
+
+
+def _of_counts(counts: NDArray[np.int64]) -> float:
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum()) if share.size else math.nan

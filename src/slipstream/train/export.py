@@ -18,6 +18,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,11 @@ from torch import Tensor
 
 from slipstream.data.tokenizer import END_OF_DOCUMENT, Tokenizer
 from slipstream.errors import UserError
+from slipstream.models.config_json import read_config
 from slipstream.models.sizes import ModelConfig
 from slipstream.models.stages import build_model
+
+__all__ = ["export", "hugging_face_class", "read_config", "read_weights", "to_hugging_face", "write_own"]
 
 _SHARD_BYTES = 4 << 30
 _TOP = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
@@ -125,6 +129,34 @@ def hugging_face_config(config: ModelConfig, sequence: int, dtype: torch.dtype) 
     }
 
 
+def write_own(
+    weights: Mapping[str, Tensor], folder: Path, *, tokenizer: Path | None, dtype: torch.dtype
+) -> None:
+    """The weights of a user's own model, and the tokenizer."""
+    tensors = ((name, tensor.detach().cpu().to(dtype).contiguous()) for name, tensor in weights.items())
+    with _folder(folder) as draft:
+        _save_sharded(tensors, draft)
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, draft / "tokenizer.json")
+
+
+@contextmanager
+def _folder(folder: Path) -> Iterator[Path]:
+    """A draft of a new folder, which appears under its name whole or not at all."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} already exists. Choose another folder, or delete it first.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield draft
+        draft.chmod(0o755)
+        os.replace(draft, folder)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder} could not be written: {error}. Nothing was left behind.") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
 def export(
     state: Mapping[str, Tensor],
     config: ModelConfig,
@@ -135,26 +167,16 @@ def export(
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Write the folder. `tokenizer` is a tokenizer.json; `sequence` the length trained with."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} already exists. Choose another folder, or delete it first.")
     described = hugging_face_config(config, sequence, dtype)
     if tokenizer is not None:
         end = Tokenizer.load(tokenizer).end_of_document
         described |= {"bos_token_id": end, "eos_token_id": end}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
+    with _folder(folder) as draft:
         _save_sharded(((name, tensor.to(dtype)) for name, tensor in to_hugging_face(state, config)), draft)
         _write_json(draft / "config.json", described)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, draft / "tokenizer.json")
             _write_json(draft / "tokenizer_config.json", _tokenizer_config(sequence))
-        draft.chmod(0o755)
-        os.replace(draft, folder)  # the folder appears whole or not at all
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder} could not be written: {error}. Nothing was left behind.") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _tokenizer_config(sequence: int) -> dict[str, Any]:
@@ -201,57 +223,6 @@ def _save_sharded(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def read_config(folder: Path) -> ModelConfig:
-    """The shape of the model in a Hugging Face folder; anything we would compute differently is refused."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(f"{folder} is not a Hugging Face folder: it has no config.json.")
-    try:
-        return _read_config(folder, json.loads(path.read_text(encoding="utf-8")))
-    except KeyError as error:
-        raise UserError(f"{path} does not say {error}. Is it the config of a whole model?") from None
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} cannot be read: {error}. Copy it anew from where the model came from."
-        ) from None
-
-
-def _read_config(folder: Path, raw: dict[str, Any]) -> ModelConfig:
-    kind = (raw.get("architectures") or ["none"])[0]
-    if kind not in ("LlamaForCausalLM", "MixtralForCausalLM", "Qwen3ForCausalLM"):
-        raise UserError(f"{folder} holds a {kind}; only Llama, Mixtral and Qwen3 models can be read.")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
-    refused = {
-        "rope_type": rope.get("rope_type", "default") != "default",
-        "attention_bias": bool(raw.get("attention_bias")),
-        "mlp_bias": bool(raw.get("mlp_bias")),
-        "hidden_act": raw.get("hidden_act", "silu") != "silu",
-        "head_dim": head_dim * raw["num_attention_heads"] != raw["hidden_size"],
-        "sliding_window": bool(raw.get("sliding_window")) and raw.get("use_sliding_window", True),
-    }
-    if bad := [name for name, wrong in refused.items() if wrong]:
-        raise UserError(f"{folder} uses settings this package does not compute: {', '.join(bad)}.")
-    end = raw.get("eos_token_id")
-    routed = kind == "MixtralForCausalLM"
-    return ModelConfig(
-        vocab=raw["vocab_size"],
-        dim=raw["hidden_size"],
-        layers=raw["num_hidden_layers"],
-        heads=raw["num_attention_heads"],
-        kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        ffn=raw["intermediate_size"],
-        tied=raw.get("tie_word_embeddings", False),
-        qk_norm=kind == "Qwen3ForCausalLM",
-        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta", 10_000.0)),
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
-        init_std=raw.get("initializer_range", 0.02),
-        experts=raw["num_local_experts"] if routed else 0,
-        experts_per_token=raw["num_experts_per_tok"] if routed else 0,
-        end_of_document=end if isinstance(end, int) else 0,
-    )
 
 
 def read_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:

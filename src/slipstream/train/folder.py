@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import secrets
+import shlex
 import subprocess
 import sys
 import time
@@ -30,9 +31,11 @@ import torch.distributed as dist
 
 from slipstream.config import Change, Config, from_tree, to_toml
 from slipstream.errors import CheckpointError, DiskError, InUseError, UserError
-from slipstream.metrics.events import EVENTS_FILE
+from slipstream.metrics.events import EVENTS_FILE, number, read_run
 from slipstream.metrics.record import cut_back, finished_at, has_event
 from slipstream.train import checkpoint, cutovers
+from slipstream.train.build import learning_rate
+from slipstream.train.claim import LOCK_FILE, refuse_foreign
 
 LOCK_PATIENCE_SECONDS = 10.0  # the workers of a killed launcher need a moment to notice
 
@@ -51,6 +54,7 @@ class Plan:
     notes: Sequence[str] = ()
     validate: bool = False  # a kill came between the checkpoint of `step` and its validation
     cutover: int | list[int] | None = None  # what pipeline.cutover is for this run
+    validations: Sequence[tuple[int, float]] = ()  # (step, loss) so far
 
 
 @contextmanager
@@ -73,9 +77,10 @@ def checkpoints(folder: Path) -> Path:
 
 def lock(folder: Path) -> IO[str]:
     """Make the folder and take its lock for as long as the returned file stays open."""
+    refuse_foreign(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("a+", encoding="utf-8")
+        file = (folder / LOCK_FILE).open("a+", encoding="utf-8")
     except OSError as error:
         raise UserError(
             f"run.dir '{folder}' cannot be written: {error}. Set run.dir to a writable folder."
@@ -112,15 +117,30 @@ def plan(folder: Path, config: Config, data_fingerprint: str) -> Plan:
     notes += cutovers.waits(config)
     notes += _check_same_run(folder, config, manifest, data_fingerprint)
     step, offset, every = manifest.step, manifest.meta["data_offset"], config.train.eval_every
-    trained = step >= config.train.steps
+    trained = step >= config.train.steps or _stopped_early(config, from_tree(manifest.meta["config"]))
     finished = trained and has_event(folder, "finish", step)
+    trained = trained and (finished or step >= config.train.steps)
     if not finished:
         cut_back(folder, step, again=("validation", "sample") if trained else ())
     due = bool(every) and step % every == 0 and not trained
     missed = due and not has_event(folder, "validation", step)
     nonce = secrets.token_hex(4)
+    seen = [] if finished else _validations(folder, step)
     cutover = cutovers.of(config)
-    return Plan(step, str(path), finished, False, offset, data_fingerprint, nonce, notes, missed, cutover)
+    return Plan(
+        step, str(path), finished, False, offset, data_fingerprint, nonce, notes, missed, cutover, seen
+    )
+
+
+def _stopped_early(config: Config, stored: Config) -> bool:
+    """A run that train.patience ended is finished until that, or its length, is changed."""
+    asked, had = config.train, stored.train
+    return bool(asked.patience) and (asked.patience, asked.steps) == (had.patience, had.steps)
+
+
+def _validations(folder: Path, step: int) -> list[tuple[int, float]]:
+    found = read_run(folder).surviving("validation")
+    return [(event["step"], value) for event in found if (value := number(event.get("loss"))) is not None]
 
 
 def write_config(folder: Path, config: Config) -> None:
@@ -129,11 +149,13 @@ def write_config(folder: Path, config: Config) -> None:
     draft.rename(folder / "config.toml")
 
 
-def write_environment(folder: Path, config: Config, data: dict[str, Any], device: str) -> None:
+def write_environment(
+    folder: Path, config: Config, data: dict[str, Any], device: str, command: str = ""
+) -> None:
     """Versions, machine, seeds, data: what a number in events.jsonl rests on."""
     packages = ("slipstream", "numpy", "pytorch-optimizer", "safetensors", "tokenizers")
     environment = {
-        "command": sys.argv,
+        "command": command or shlex.join(sys.argv),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in packages} | _torch_versions(),
         "commit": _commit(),
@@ -246,6 +268,7 @@ def _check_same_run(
     except (KeyError, UserError) as error:
         raise CheckpointError(f"The checkpoints of '{folder}' belong to another version: {error}") from None
     differences = cutovers.changes(stored, config)
+    longer = config.train.steps > stored.train.steps
     switched = _family(stored) != _family(config)
     allowed = {"pipeline.schedule", "pipeline.delay"}
     if switched and config.run.switch:
@@ -253,6 +276,8 @@ def _check_same_run(
         allowed.add("pipeline.cutover")
     if switched and not config.run.switch:
         allowed.clear()
+    if longer:
+        allowed.add("train.steps")
     allowed.add("data.path")  # what lies there decides, by its fingerprint, and not how it is reached
     refused: list[Change | str] = [change for change in differences if change.name not in allowed]
     ranks = stored.pipeline.data_ranks, config.pipeline.data_ranks
@@ -269,15 +294,37 @@ def _check_same_run(
         )
     if refused:
         lines = "\n".join(f"  - {change}" for change in refused)
+        if [getattr(change, "name", "") for change in refused] == ["train.steps"]:
+            raise UserError(
+                f"'{folder}' holds a run of {stored.train.steps} steps (it is at step {manifest.step}); it "
+                "cannot become "
+                f"shorter. Set train.steps={stored.train.steps} or more, or another run.dir."
+            )
         hint = " To change the schedule at a checkpoint set run.switch=true." if switched else ""
         raise UserError(
             f"'{folder}' holds another run (step {manifest.step}); resuming it like this would change "
             f"it:\n{lines}\n"
             f"Use the same settings, another run.dir, or run.fork_from={folder}.{hint}"
         )
+    notes = [extension(stored, config, manifest.step)] if longer else []
     if switched:
-        return [f"Switched at step {manifest.step}: {change}." for change in differences]
-    return []
+        notes += [f"Switched at step {manifest.step}: {change}." for change in differences]
+    return notes
+
+
+def extension(stored: Config, config: Config, step: int) -> str:
+    """What more steps than before do to the learning rate, in words."""
+    before, after = (learning_rate(one)(min(step, one.train.steps - 1)) for one in (stored, config))
+    text = f"Extended from {stored.train.steps} to {config.train.steps} steps. "
+    if abs(before - after) < 0.005:
+        return text + f"The learning rate goes on at {after:.0%} of its peak."
+    return text + (
+        f"The learning rate is that of a {config.optim.schedule} schedule over all {config.train.steps} "
+        "steps from here on: "
+        f"it goes from {before:.0%} to {after:.0%} of its peak at step {step}, so the result is not that of "
+        "a run that was "
+        f"{config.train.steps} steps long from its start."
+    )
 
 
 def _kept(manifest: checkpoint.Manifest) -> Config | None:

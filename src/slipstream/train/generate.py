@@ -32,6 +32,12 @@ class Trained:
 def load_trained(run: str | Path, device: str = "cpu") -> Trained:
     """The master of the newest good checkpoint of a run."""
     master = load_master(run)
+    if master.model is None:
+        raise UserError(
+            f"'{run}' trained a model of your own ({master.config.model.module}), which only you can run. "
+            "`slipstream export "
+            f"{run} FOLDER` writes its weights for `load_state_dict`."
+        )
     if master.tokenizer is None:
         raise UserError(
             f"'{run}' has no tokenizer: its data came without a tokenizer.json. Put one beside it."
@@ -101,6 +107,16 @@ def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gen
 
 def write(trained: Trained, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int) -> str:
     """The continuation of `prompt`, as text."""
+    return "".join(pieces(trained, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed))
+
+
+def pieces(
+    trained: Trained, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int
+) -> Iterator[str]:
+    """The same text piece by piece, each when its last token is there.
+
+    A character may take several tokens: what ends within one is held back until it is whole.
+    """
     try:
         prompt.encode()
     except UnicodeEncodeError as error:  # bytes of a command line that are no UTF-8 come as lone surrogates
@@ -118,4 +134,20 @@ def write(trained: Trained, prompt: str, tokens: int, *, temperature: float, top
         seed=seed,
         end=trained.tokenizer.end_of_document,
     )
-    return trained.tokenizer.decode(list(made))
+    yield from _in_pieces(trained.tokenizer, made)
+
+
+def _in_pieces(tokenizer: Tokenizer, made: Iterator[int]) -> Iterator[str]:
+    decode = tokenizer.decode
+    told, fresh = (
+        [],
+        [],
+    )  # tokens whose text is out, of which the last piece is kept: what follows may hang on it
+    for token in made:
+        fresh.append(token)
+        before, text = decode(told), decode([*told, *fresh])
+        if not text.endswith("\ufffd"):
+            yield text[len(before) :]
+            told, fresh = fresh, []
+    if fresh:
+        yield decode([*told, *fresh])[len(decode(told)) :]

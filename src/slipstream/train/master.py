@@ -21,7 +21,7 @@ class Master:
 
     weights: dict[str, Tensor]
     config: Config
-    model: ModelConfig
+    model: ModelConfig | None  # None: the user's own (config.model.module)
     step: int
     tokenizer: Path | None  # a tokenizer.json, where the run's data had one
 
@@ -34,10 +34,20 @@ def load_master(run: str | Path) -> Master:
     try:
         weights = {name: tensor for tree in trees for name, tensor in tree["master"].items()}
         places = [path.parents[1] / TOKENIZER_FILE, Path(found.meta["data_folder"]) / TOKENIZER_FILE]
-        config, model = from_tree(found.meta["config"]), ModelConfig(**found.meta["model"])
+        config, described = from_tree(found.meta["config"]), found.meta["model"]
+        model = None if "module" in described else ModelConfig(**described)
     except (LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"'{path}' is not a run's checkpoint: {type(error).__name__} {error}."
         ) from None
     tokenizer = next((place for place in places if place.is_file()), None)
     return Master(weights, config, model, found.step, tokenizer)
+
+
+def own_names(master: Master) -> dict[str, Tensor]:
+    """The weights of a user's own model under the names that the model itself gives them."""
+    whole = (
+        len({name.split(".")[1] for name in master.weights}) == 1
+    )  # one nn.Module, not a sequence of layers
+    skipped = 2 if whole else 1  # of layers.NUMBER.NAME
+    return {name.split(".", skipped)[skipped]: tensor for name, tensor in master.weights.items()}

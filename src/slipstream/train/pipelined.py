@@ -12,18 +12,18 @@ from torch.distributed.pipelining import PipelineStage
 
 from slipstream.config import Config
 from slipstream.distributed import World
-from slipstream.models.sizes import ModelConfig
 from slipstream.pipeline.runtime import Schedule2BW
 from slipstream.schedule.timeline import Span
 from slipstream.train import build
 from slipstream.train.batches import Batch
 from slipstream.train.engine import AfterUpdate, share_embedding
+from slipstream.train.own_model import OwnModel
 
 
 class Pipelined:
     """One rank of an asynchronous pipeline."""
 
-    def __init__(self, config: Config, model: ModelConfig, world: World, device: torch.device) -> None:
+    def __init__(self, config: Config, model: build.Model, world: World, device: torch.device) -> None:
         pipeline = config.pipeline
         assert pipeline.stages is not None
         assert not isinstance(pipeline.cutover, float | list), pipeline.cutover  # resolved
@@ -125,8 +125,10 @@ def mesh_groups(world: World, stages: int) -> tuple[dist.ProcessGroup, dist.Proc
     return pipeline, data if isinstance(data, dist.ProcessGroup) else None
 
 
-def tied_names(model: ModelConfig, module: Any) -> dict[str, str | Sequence[str]]:
+def tied_names(model: build.Model, module: Any) -> dict[str, str | Sequence[str]]:
     """The tied weight this stage holds, by the name the other holder also gives it."""
+    if isinstance(model, OwnModel):
+        return dict(model.ties_between([module]))
     if not model.tied:
         return {}
     if module.embedding is not None and module.head is not None:

@@ -71,6 +71,7 @@ class Reporter:
         show: Show | None,
         log: Path | None,
         observe: Callable[[int, float, bool], None],
+        callback: Callable[[dict[str, Any]], Any] | None = None,
     ) -> None:
         self._config, self._seat, self._engine, self._board = config, seat, engine, board
         self._meter, self._recorder, self._show, self._observe = meter, recorder, show, observe
@@ -81,6 +82,8 @@ class Reporter:
         self._began = time.perf_counter()
         self.busy: tuple[float, ...] = ()
         self.reported = 0
+        self._callback = callback
+        self.stop_asked = False  # by the user's callback
 
     def start(self, step: int) -> None:
         """Begin, or begin again, after `step`."""
@@ -140,7 +143,7 @@ class Reporter:
             "grad_norm": norm,
             "skipped": skipped,
             "tokens": step * self._config.tokens_per_step,
-            "tokens_per_second": round(self._meter.tokens_per_second, 1),
+            "tokens_per_second": round(self._meter.tokens_per_second, 1) or None,  # not known is not 0
             "busy": [round(share, 4) for share in self._meter.busy],
             "mfu": None if (mfu := self._meter.mfu) is None else round(mfu, 4),
             "memory_bytes": [stage["memory"] for stage in self._stages],
@@ -156,6 +159,8 @@ class Reporter:
         self.busy = self._meter.busy or self.busy
         self.reported = step
         self._observe(step, loss, skipped)
+        if self._callback is not None and self._callback(event):
+            self.stop_asked = True
 
     def _post_stage(self) -> None:
         busy = self._engine.busy_seconds
@@ -175,7 +180,7 @@ class Reporter:
         return [] if None in clocks else [(now, busy) for now, busy in clocks]
 
     def _due(self, step: int) -> bool:
-        return step % self._config.train.log_every == 0
+        return step % (self._config.train.log_every or 1) == 0
 
 
 def memory_bytes() -> int:

@@ -1,4 +1,4 @@
-"""From a config to a finished run: start the ranks, agree on what to do, train, say what was made.
+"""One rank of a run from start to end: agree on what to do, train, say what was made.
 
 The same `run_rank` serves the workers this command starts, torchrun's ranks, and the one process of the
 emulator. Rank 0 is the leader: it alone decides (`folder.plan`), writes events and commits checkpoints.
@@ -10,74 +10,43 @@ import dataclasses
 import gc
 import itertools
 import threading
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from slipstream.config import Config, from_tree, resolve
-from slipstream.distributed import (
-    Partitions,
-    World,
-    initialise,
-    launch,
-    partitioned,
-    started_by_torchrun,
-)
+from slipstream.config import Config, from_tree
+from slipstream.distributed import World
+from slipstream.distributed.launch import Asked
 from slipstream.errors import StageError, UserError
-from slipstream.train import build, checkpoint, closing, cutovers
+from slipstream.train import checkpoint, closing, cutovers
 from slipstream.train import folder as folders
 from slipstream.train.assemble import assemble, seat_of
 from slipstream.train.board import Board, LocalBoard, SharedBoard, beating
 from slipstream.train.folder import Plan
 from slipstream.train.reporter import Seat
+from slipstream.train.sources import data_folder, datasets
 from slipstream.train.stopping import stop_signals
 from slipstream.train.trainer import Outcome, train
 
 MAX_FRUITLESS = 3  # rollbacks to the same checkpoint before a run gives up
 
 
-def start(config: Config) -> None:
-    """`slipstream train`: in this process (emulate), as one of torchrun's ranks, or on ranks started here."""
-    config = build.adopt_shape(config)
-    if started_by_torchrun() and config.pipeline.schedule != "emulate":
-        if config.pipeline.partitions:
-            raise UserError("pipeline.partitions needs ranks that slipstream starts itself. Drop torchrun.")
-        with initialise(timeout_seconds=config.train.timeout_seconds) as world:
-            run_rank(world, resolve(config, world=world.size).model_dump())
-        return
-    config = resolve(config)
-    build.device(config)  # a wrong device or data is said here once, before ranks start
-    build.datasets(config, build.data_folder(config))
-    if config.pipeline.schedule == "emulate":
-        run_rank(None, config.model_dump())
-        return
-    assert config.pipeline.stages is not None
-    nproc = config.pipeline.stages * config.pipeline.data_ranks
-    with ExitStack() as stack:
-        environment = None
-        if config.pipeline.partitions:
-            environment = stack.enter_context(_partitions(config, nproc)).environment
-        job = "slipstream.train.session:run_rank"
-        launch(job, nproc, (config.model_dump(),), on_signal=True, environment=environment)
+def run_rank(
+    world: World | None, tree: dict[str, Any], command: str = "", told: Asked | None = None
+) -> dict[str, Any]:
+    """One rank from start to end; after a rollback it begins again with a new engine.
 
-
-def _partitions(config: Config, count: int) -> AbstractContextManager[Partitions]:
-    if build.device(config).type != "cuda":
-        raise UserError("pipeline.partitions cuts a GPU, and torch sees none. Set pipeline.partitions=false.")
-    return partitioned(count)
-
-
-def run_rank(world: World | None, tree: dict[str, Any]) -> dict[str, Any]:
-    """One rank from start to end; after a rollback it begins again with a new engine."""
+    `command` is what the user typed, for the record; `told` hears of a stop that is asked for.
+    """
     config = from_tree(tree)
     torch.set_num_threads(1)  # the bits of long sums depend on it
     board: Board = LocalBoard() if world is None else SharedBoard(world.store, config.train.timeout_seconds)
     seat = seat_of(config, world)
-    data = build.data_folder(config)
+    data = data_folder(config)
     rolled: Rollback | None = None
-    with stop_signals() as asked, folders.disk_errors(Path(config.run.dir)), ExitStack() as held:
+    with stop_signals(told) as asked, folders.disk_errors(Path(config.run.dir)), ExitStack() as held:
         for attempt in itertools.count():
             own_board = board.under(f"attempt-{attempt}")
             if seat.leader and attempt == 0:
@@ -85,10 +54,10 @@ def run_rank(world: World | None, tree: dict[str, Any]) -> dict[str, Any]:
             plan = _agree_on_plan(config, seat, data, own_board, rolled)
             if plan.finished:
                 if seat.leader:
-                    closing.say_finished(Path(config.run.dir), plan.step)
+                    closing.say_finished(config, plan.step)
                 return {"step": plan.step, "reason": "finished", "validation_loss": None}
             config = cutovers.decided(config, plan.cutover)
-            outcome = _attempt(config, world, seat, data, plan, own_board, asked)
+            outcome = _attempt(config, world, seat, data, plan, own_board, asked, command)
             if outcome.reason != "rollback":
                 return dataclasses.asdict(outcome)
             rolled = _rolled_back(outcome, plan, rolled)
@@ -123,12 +92,13 @@ def _attempt(
     config: Config,
     world: World | None,
     seat: Seat,
-    data: Path,
+    data: Path | None,
     plan: Plan,
     board: Board,
     asked: threading.Event,
+    command: str,
 ) -> Outcome:
-    with assemble(config, world, seat, data, plan, board) as parts:
+    with assemble(config, world, seat, data, plan, board, command) as parts:
         try:
             outcome = train(parts, plan.step, plan.data_offset, asked, validate_first=plan.validate)
             closing.close(parts, outcome)
@@ -146,12 +116,14 @@ def _lock(config: Config, board: Board, held: ExitStack) -> None:
         raise
 
 
-def _agree_on_plan(config: Config, seat: Seat, data: Path, board: Board, rolled: Rollback | None) -> Plan:
+def _agree_on_plan(
+    config: Config, seat: Seat, data: Path | None, board: Board, rolled: Rollback | None
+) -> Plan:
     """The leader decides; the others take its word."""
     folder = Path(config.run.dir)
     if seat.leader:
         try:
-            train_data, _ = build.datasets(config, data)
+            train_data, _ = datasets(config, data)
             if rolled is not None:
                 checkpoint.forget_from(folders.checkpoints(folder), rolled.failed_at)
             with beating(board, "planning"):  # a large checkpoint takes its time to verify

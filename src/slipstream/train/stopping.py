@@ -14,12 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from slipstream.distributed.launch import Asked
+
 SECOND_SECONDS = 1.0  # torchrun passes a terminal's Ctrl-C on as well: two at once are one request
 
 
 @contextmanager
-def stop_signals() -> Iterator[threading.Event]:
+def stop_signals(told: Asked | None = None) -> Iterator[threading.Event]:
     """The event that SIGTERM and SIGINT set. A second Ctrl-C interrupts; an ignored signal stays ignored.
+    `told` hears of the first one when it comes.
 
     Our own workers are born with these signals blocked (`distributed/launch.py`): what came before this point is
     delivered here. Outside the main thread (tests) nothing is installed.
@@ -35,6 +38,8 @@ def stop_signals() -> Iterator[threading.Event]:
         if number == signal.SIGINT and asked.is_set() and time.monotonic() - first > SECOND_SECONDS:
             raise KeyboardInterrupt
         first = first or time.monotonic()
+        if told is not None and not asked.is_set():
+            told.first()
         asked.set()
 
     numbers = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) is not signal.SIG_IGN]

@@ -29,7 +29,7 @@ from torch.distributed.pipelining import (
 
 from slipstream.config import Config
 from slipstream.distributed import World
-from slipstream.models.sizes import ModelConfig
+from slipstream.errors import UserError
 from slipstream.optim.corrections import build_correction
 from slipstream.pipeline import state as states
 from slipstream.pipeline.gradients import Accumulator
@@ -45,6 +45,7 @@ from slipstream.torch_private import greeting_others_only
 from slipstream.train import build
 from slipstream.train.batches import Batch
 from slipstream.train.engine import AfterUpdate
+from slipstream.train.own_model import OwnModel
 from slipstream.train.pipelined import mesh_groups
 
 _TORCH: dict[str, Callable[..., Any]] = {
@@ -58,7 +59,7 @@ _TORCH: dict[str, Callable[..., Any]] = {
 class Synchronous:
     """One rank of a flushed pipeline; it holds one stage module, or two (interleaved, V-shaped)."""
 
-    def __init__(self, config: Config, model: ModelConfig, world: World, device: torch.device) -> None:
+    def __init__(self, config: Config, model: build.Model, world: World, device: torch.device) -> None:
         pipeline = config.pipeline
         assert pipeline.stages is not None
         rank, _ = world.mesh(pipeline.stages)
@@ -117,7 +118,11 @@ class Synchronous:
         }
         ranks = dist.get_process_group_ranks(group)
         self._owners, self._pipeline = [ranks[placed[index]] for index in range(count)], group
-        self._hidden = (pipeline.microbatch_size // pipeline.data_ranks, config.data.sequence, model.dim)
+        rows = pipeline.microbatch_size // pipeline.data_ranks
+        if isinstance(model, OwnModel):
+            self._hidden = [(rows, *shape) for shape in model.hidden(count, pipeline.boundaries)]
+        else:
+            self._hidden = [(rows, config.data.sequence, model.dim)] * (count - 1)
         self._schedule = _TORCH[pipeline.schedule](
             self._stages if config.chunks > 1 else self._stages[0],
             self._m,
@@ -185,7 +190,7 @@ class Synchronous:
         """Microbatch k as the stage before `index` left it."""
         if owners[index - 1] == owners[index]:
             return local[k]
-        x = torch.empty(self._hidden, device=self._stages[0].device)
+        x = torch.empty(self._hidden[index - 1], device=self._stages[0].device)
         dist.recv(x, owners[index - 1], group=self._pipeline)
         return x
 
@@ -238,7 +243,14 @@ def held_by(schedule: str, rank: int, stages: int) -> list[int]:
     return [rank]
 
 
-def _ties(model: ModelConfig, names: list[str]) -> dict[str, list[int]]:
+def _ties(model: build.Model, names: list[str]) -> dict[str, list[int]]:
+    if isinstance(model, OwnModel):
+        if model.ties:
+            raise UserError(
+                f"'{model.place}' uses {model.ties[0][0]} twice, which only pipeline.schedule=2bw and emulate can keep "
+                "equal for a model of your own."
+            )
+        return {}
     held = [names.index(name) for name in ("embedding.weight", "head.weight") if name in names]
     return {"embedding": held} if model.tied and held else {}
 

@@ -6,8 +6,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import Config
-from slipstream.errors import UserError
+from slipstream.config import Config, to_toml
+from slipstream.errors import UserError, install
 from slipstream.metrics.record import Tracker
 
 
@@ -15,7 +15,7 @@ def open_trackers(config: Config, folder: Path, step: int) -> tuple[Tracker, ...
     """For a run that goes on after `step`."""
     made: list[Tracker] = []
     for name in config.train.trackers:
-        made.append(_TensorBoard(folder, step) if name == "tensorboard" else _WandB(config, folder))
+        made.append(_TensorBoard(config, folder, step) if name == "tensorboard" else _WandB(config, folder))
     return tuple(made)
 
 
@@ -31,16 +31,17 @@ def _scalars(event: dict[str, Any]) -> dict[str, float]:
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, config: Config, folder: Path, step: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise UserError(
-                "train.trackers names tensorboard, which is not installed. `pip install "
-                "slipstream[tensorboard]`."
+                f"train.trackers names tensorboard, which is not installed. {install('tensorboard')}"
             ) from None
         # What was told of later steps, before a kill, is hidden.
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        title = " ".join([config.run.name or folder.name, *(f"#{tag}" for tag in config.run.tags)])
+        self._writer.add_text("run", f"{title}\n\n```toml\n{to_toml(config)}\n```", step)
 
     def log(self, event: dict[str, Any]) -> None:
         for name, value in _scalars(event).items():
@@ -56,11 +57,12 @@ class _WandB:
             import wandb
         except ImportError:
             raise UserError(
-                "train.trackers names wandb, which is not installed. `pip install slipstream[wandb]`."
+                f"train.trackers names wandb, which is not installed. {install('wandb')}"
             ) from None
         self._run = wandb.init(
             project="slipstream",
-            name=folder.name,
+            name=config.run.name or folder.name,
+            tags=config.run.tags or None,
             dir=str(folder),
             config=config.model_dump(),
             id=_lasting_id(folder),

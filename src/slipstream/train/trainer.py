@@ -18,16 +18,18 @@ from typing import Any
 import torch
 
 from slipstream.config import Config
-from slipstream.data.tokens import TokenDataset
 from slipstream.errors import CheckpointError, StageError
 from slipstream.metrics.progress import Show
 from slipstream.metrics.record import Recorder
-from slipstream.models.sizes import ModelConfig
 from slipstream.train import batches, checkpoint, health
+from slipstream.train.best import Best
 from slipstream.train.board import Board
+from slipstream.train.build import Model
 from slipstream.train.engine import Engine
 from slipstream.train.evaluate import validate
+from slipstream.train.profiling import Profiling
 from slipstream.train.reporter import Reporter, Seat
+from slipstream.train.sources import Dataset
 from slipstream.train.state import Copier
 from slipstream.train.timeline import Tracing, recorded_from
 from slipstream.train.writer import Writer
@@ -38,18 +40,19 @@ class Parts:
     """Everything the loop uses, made in `session.py`."""
 
     config: Config
-    model: ModelConfig
+    model: Model
     seat: Seat
     engine: Engine
     board: Board
-    train_data: TokenDataset
-    valid_data: TokenDataset
+    train_data: Dataset
+    valid_data: Dataset
     place: batches.Place
     device: torch.device
     learning_rate: Callable[[int], float]
     reporter: Reporter
     writer: Writer
     monitor: health.Monitor
+    best: Best
     recorder: Recorder | None  # the leader's, as is `show`
     show: Show | None
     meta: dict[str, Any]  # what every checkpoint says of its run
@@ -75,32 +78,38 @@ def train(
     total, eval_every = config.train.steps, config.train.eval_every
     saver = _Saver(parts, data_offset, step)
     engine.after_update = saver.after_update
+    profiling = Profiling(Path(config.run.dir), parts.seat.rank, config.train.profile)
     tracing = Tracing(engine, parts.board, parts.recorder, parts.seat, recorded_from(config))
     reporter.start(step)
+    ended_early = False
     if validate_first:
-        _validate(parts, step)
+        ended_early = _validated(parts, saver, step)
         reporter.start(step)
     with batches.ahead(parts.train_data, parts.place, step + data_offset) as loader:
-        while step < total:
-            if asked.is_set() or parts.monitor.failed_at is not None:
+        while step < total and not ended_early:
+            if asked.is_set() or reporter.stop_asked or parts.monitor.failed_at is not None:
                 engine.request_stop()
             if engine.stopping():
                 break
             tracing.before(step)
+            profiling.before(step)
             submit(parts, step, loader.get(step + data_offset))
             step += 1
             saver.check_hashes()
             if eval_every and step % eval_every == 0 and step < total:
-                _validate(parts, step)
+                ended_early = _validated(parts, saver, step)
                 reporter.start(step)
         engine.drain()
         reporter.poll(finish=True)
         saver.check_hashes(finish=True)
         tracing.finish()
-        reason = "finished" if step == total else _agree_on_reason(parts, step)
+        profiling.finish()
+        reason = "finished" if step == total or ended_early else _agree_on_reason(parts, step)
         if reason in ("finished", "signal"):
             saver.save(step)
-        loss = _validate(parts, step) if reason == "finished" else None
+        loss = None
+        if reason == "finished":
+            loss = _last_validation(parts, saver, step, ended_early)
         parts.writer.finish()
     return Outcome(step, reason, loss, parts.monitor.failed_at if reason == "rollback" else None)
 
@@ -115,18 +124,44 @@ def submit(parts: Parts, step: int, batch: batches.Batch) -> None:
     parts.reporter.poll()
 
 
-def _validate(parts: Parts, step: int) -> float:
-    """Validation at the master; the trajectory does not notice."""
+def _validate(parts: Parts, step: int, *, silently: bool = False) -> float:
+    """Validation at the master; the trajectory does not notice. `silently`: it is on record already."""
     parts.engine.drain()
     parts.reporter.poll(finish=True)
     train = parts.config.train
     loss = validate(
         parts.engine, parts.valid_data, train.eval_batches, parts.place, parts.device, parts.board, step
     )
+    if silently:
+        return loss
     if parts.recorder is not None:
         parts.recorder.write("validation", step, loss=loss, tokens=step * parts.config.tokens_per_step)
     if parts.show is not None:
-        parts.show.note(f"step {step}  validation loss (master) {loss:.4f}")
+        parts.show.note(f"step {step}  validation loss {loss:.4f}")
+    return loss
+
+
+def _validated(parts: Parts, saver: _Saver, step: int) -> bool:
+    """Validate inside a run; whether it has waited long enough for a better loss."""
+    patience = parts.config.train.patience
+    if parts.best.see(step, _validate(parts, step)):
+        if parts.config.checkpoint.best:
+            saver.keep_best(step)
+    elif patience and parts.best.since >= patience:
+        if parts.show is not None:
+            parts.show.note(
+                f"Stopping early: none of the last {parts.best.since} validations was better than "
+                f"{parts.best.loss:.4f} at step {parts.best.step}."
+            )
+        return True
+    return False
+
+
+def _last_validation(parts: Parts, saver: _Saver, step: int, known: bool) -> float:
+    """The loss of the last state. Where it is the best one, that state was saved before this was known."""
+    loss = _validate(parts, step, silently=known)
+    if not known and parts.best.see(step, loss) and parts.config.checkpoint.best:
+        saver.keep_best(step)
     return loss
 
 
@@ -161,6 +196,14 @@ class _Saver:
             if snapshot.copied is not None:
                 self._parts.engine.hold(snapshot.copied)
             self._parts.writer.submit(step, snapshot, self._meta, self._parts.reporter.poll)
+
+    def keep_best(self, step: int) -> None:
+        """Save the state of `step`; `checkpoints/best` is to lead to it. A checkpoint that is still to be committed is
+        linked then (`assemble.py`), one that was committed before its loss was known, here."""
+        self.save(step)
+        saved = checkpoint.folder_of(self._parts.root, step)
+        if self._parts.seat.leader and saved.exists():
+            checkpoint.point_at(saved)
 
     def check_hashes(self, *, finish: bool = False) -> None:
         """The leader compares what all ranks posted, when they have; a difference ends the run by name."""

@@ -35,6 +35,7 @@ class Leader:
     keep: int
     logged: Callable[[int, float], bool]  # waits until the events up to a step are written
     committed: Callable[[int, Path], None]
+    protected: Callable[[], int | None] = lambda: None  # a step that is kept beside the newest
 
 
 @dataclass
@@ -135,7 +136,7 @@ class Writer:
             raise error if isinstance(error, CheckpointError) else CheckpointError(f"{error}.") from error
         self.leader.committed(step, path)
         try:
-            checkpoint.retain(self.root, self.leader.keep)
+            checkpoint.retain(self.root, self.leader.keep, self.leader.protected())
         except OSError as error:
             self.failed(step, f"An older checkpoint could not be removed: {error}. Remove it by hand.")
 

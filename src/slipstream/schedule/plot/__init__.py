@@ -1,7 +1,7 @@
 """Timelines as pictures: in the terminal, as one HTML file, as SVG, and as a Perfetto trace.
 
-`figure` and `comparison` lay measured timelines under their predictions; the others take `{title: Timeline}` and draw
-the timelines one under the other on one time axis, so that schedules compare by eye.
+All take `{title: Timeline}` and draw the timelines one under the other on one time axis, so that schedules, or a
+measurement and its prediction, compare by eye. `unit` names what their times are in.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.errors import UserError
-from slipstream.schedule.plot.html import comparison, figure, panels, to_html
+from slipstream.schedule.plot.html import to_html
 from slipstream.schedule.plot.svg import to_svg
 from slipstream.schedule.plot.terminal import terminal
 from slipstream.schedule.plot.trace import to_trace
 from slipstream.schedule.timeline import Timeline
 
 __all__ = [
-    "comparison",
-    "figure",
-    "panels",
     "save",
     "terminal",
     "to_html",
@@ -28,16 +25,16 @@ __all__ = [
     "write_text",
 ]
 
-FORMATS = {".html": to_html, ".svg": to_svg, ".json": to_trace}
+FORMATS = {".html": to_html, ".svg": to_svg, ".json": lambda timelines, _: to_trace(timelines)}
 
 
-def save(path: Path, timelines: Mapping[str, Timeline]) -> None:
+def save(path: Path, timelines: Mapping[str, Timeline], unit: str = "units") -> None:
     """Write the picture whose format the file's name asks for: .html, .svg or .json (a trace)."""
     draw = FORMATS.get(path.suffix.lower())
     if draw is None:
         kinds = ", ".join(FORMATS)
         raise UserError(f"No picture can be written as '{path.name}'. End the file name in one of: {kinds}.")
-    write_text(path, draw(timelines))
+    write_text(path, draw(timelines, unit))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,164 +1,55 @@
-"""A timeline as an interactive picture: a plotly figure, and one HTML file that needs nothing else.
+"""A timeline as one small HTML page that needs nothing else: the SVG, to be scrolled, enlarged and tapped.
 
-Plotly is imported on first use: it takes longer to load than everything else here.
+A phone has no pointer to hover with: a tap shows what an action is in a line at the bottom of the page.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from html import escape
 
-from slipstream.schedule.actions import Action, Kind
-from slipstream.schedule.plot.palette import (
-    WORDS,
-    colour,
-    describe,
-    has_parts,
-    ink,
-    is_chunked,
-    is_old,
-    label,
-    seconds,
-)
+from slipstream.schedule.plot.svg import to_svg
 from slipstream.schedule.timeline import Timeline
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
+_MOST_SPANS = 8_000
+_STYLE = """
+body{margin:0;font:15px/1.4 system-ui,sans-serif;color:#333a45;background:#fff}
+header{display:flex;gap:.6em;align-items:center;padding:.7em 1em}
+h1{font-size:1.05em;margin:0 auto 0 0}
+button{font:inherit;min-width:2.4em;padding:.2em .5em;border:1px solid #c4cad3;border-radius:6px;background:#f6f7f9}
+.scroll{overflow-x:auto;-webkit-overflow-scrolling:touch;padding-bottom:3.4em}
+svg{display:block;width:calc(100% * var(--zoom,1));min-width:calc(820px * var(--zoom,1));height:auto}
+svg rect{cursor:pointer}
+rect.chosen{stroke:#10141a;stroke-width:2}
+#tip{position:fixed;left:0;right:0;bottom:0;padding:.6em 1em;background:#20242b;color:#fff;min-height:1.4em}
+"""
+_SCRIPT = """
+let zoom = 1, chosen = null;
+const root = document.documentElement, tip = document.getElementById('tip');
+function enlarge(by) { zoom = Math.min(16, Math.max(1, zoom * by)); root.style.setProperty('--zoom', zoom); }
+document.getElementById('in').onclick = () => enlarge(1.5);
+document.getElementById('out').onclick = () => enlarge(1 / 1.5);
+document.addEventListener('click', event => {
+  const title = event.target.querySelector && event.target.querySelector('title');
+  if (!title) return;
+  if (chosen) chosen.classList.remove('chosen');
+  chosen = event.target; chosen.classList.add('chosen');
+  tip.textContent = title.textContent;
+});
+"""
 
-_ROW_PIXELS, _MOST_SPANS = 30, 8_000
 
-
-class _Lane(NamedTuple):
-    """Where one timeline is drawn: a subplot, and the part of each rank's row it fills."""
-
-    timeline: Timeline
-    row: int
-    offset: float = 0.0
-    height: float = 0.86
-    word: str = ""  # begins the tooltip
-
-
-def to_html(timelines: Mapping[str, Timeline]) -> str:
+def to_html(timelines: Mapping[str, Timeline], unit: str = "units") -> str:
     """One self-contained page."""
-    return panels(timelines).to_html(include_plotlyjs=True, full_html=True, config={"displaylogo": False})
-
-
-def panels(timelines: Mapping[str, Timeline]) -> Figure:
-    """The timelines one under the other, on one time axis."""
-    lanes = [_Lane(timeline, row) for row, timeline in enumerate(timelines.values(), start=1)]
-    return _draw(lanes, list(timelines))
-
-
-def figure(predicted: Timeline, measured: Timeline | None = None, title: str = "") -> Figure:
-    """Each rank's row in two halves: the prediction above, the measurement below. Both begin at 0."""
-    if measured is None:
-        return panels({title or "predicted": predicted})
-    return comparison({title or "schedule": (predicted, measured)})
-
-
-def comparison(pairs: Mapping[str, tuple[Timeline, Timeline]]) -> Figure:
-    """`figure` of each (predicted, measured) pair, one under the other, on one time axis."""
-    lanes = []
-    for row, (predicted, measured) in enumerate(pairs.values(), start=1):
-        lanes.append(_Lane(predicted, row, offset=-0.22, height=0.4, word="predicted: "))
-        lanes.append(_Lane(measured, row, offset=0.22, height=0.4, word="measured: "))
-    return _draw(lanes, [f"{name}: predicted (upper half of a row), measured (lower half)" for name in pairs])
-
-
-def _draw(lanes: list[_Lane], titles: list[str]) -> Figure:
-    from plotly.subplots import make_subplots
-
-    ranks = [
-        max(len(lane.timeline.ranks) for lane in lanes if lane.row == row + 1) for row in range(len(titles))
-    ]
-    height = 150 + sum(ranks) * _ROW_PIXELS + 60 * len(titles)
-    until = min(lane.timeline.time_of_span(_MOST_SPANS // len(lanes)) for lane in lanes)
-    picture = make_subplots(
-        rows=len(titles),
-        cols=1,
-        shared_xaxes=True,
-        subplot_titles=titles,
-        row_heights=ranks,
-        vertical_spacing=min(0.9 / len(titles), 55 / height),
-    )
-    in_legend: set[Kind] = set()
-    for lane in lanes:
-        for kind, spans in _by_kind(lane.timeline, until).items():
-            picture.add_trace(_bars(lane, kind, spans, kind not in in_legend), row=lane.row, col=1)
-            in_legend.add(kind)
-    for row, count in enumerate(ranks, start=1):
-        word = "rank" if any(is_chunked(lane.timeline) for lane in lanes if lane.row == row) else "stage"
-        picture.update_yaxes(
-            row=row,
-            col=1,
-            range=[count - 0.5, -0.5],
-            tickvals=list(range(count)),
-            ticktext=[f"{word} {rank}" for rank in range(count)],
-            showgrid=False,
-            zeroline=False,
-            fixedrange=True,
-        )
-    longest = max(lane.timeline.makespan for lane in lanes)
-    end = min(longest, until)
-    picture.update_xaxes(range=[0, end], showgrid=False, zeroline=False, showticklabels=True, ticks="outside")
-    picture.update_xaxes(title_text="time", row=len(titles), col=1)
-    picture.update_annotations(x=0, xanchor="left", font={"size": 15})
-    picture.update_layout(
-        barmode="overlay",
-        height=height,
-        template="plotly_white",
-        plot_bgcolor="#eef0f3",
-        font={"family": "system-ui, sans-serif", "size": 13},
-        margin={"l": 80, "r": 30, "t": 90, "b": 50},
-        legend={"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0},
-        uniformtext={"minsize": 9, "mode": "hide"},
-        title={
-            "text": f"the first {seconds(end)} of {seconds(longest)}" if end < longest else None,
-            "x": 1,
-            "xanchor": "right",
-            "font": {"size": 12},
-        },
-    )
-    return picture
-
-
-Drawn = tuple[int, Action, float, float]  # rank, action, start and end from the timeline's beginning
-
-
-def _by_kind(timeline: Timeline, until: float) -> dict[Kind, list[Drawn]]:
-    begin = timeline.begin
-    found: defaultdict[Kind, list[Drawn]] = defaultdict(list)
-    for rank, action, start, end in timeline.spans:
-        if end > start and start - begin < until:
-            found[action.kind].append((rank, action, start - begin, end - begin))
-    return {kind: found[kind] for kind in Kind if kind in found}
-
-
-def _bars(lane: _Lane, kind: Kind, spans: list[Drawn], show_legend: bool):
-    from plotly.graph_objects import Bar
-
-    chunked, parts = is_chunked(lane.timeline), has_parts(lane.timeline)
-    actions = [(action, parts and is_old(action)) for _, action, _, _ in spans]
-    return Bar(
-        orientation="h",
-        name=WORDS[kind] + (" (lighter: reads old weights)" if parts and kind is Kind.FORWARD else ""),
-        legendgroup=kind.value,
-        showlegend=show_legend,
-        y=[rank + lane.offset for rank, *_ in spans],
-        base=[start for _, _, start, _ in spans],
-        x=[end - start for _, _, start, end in spans],
-        width=lane.height,
-        marker={"color": [colour(*action) for action in actions], "line": {"width": 0.5, "color": "#ffffff"}},
-        text=[label(action) for action, _ in actions],
-        textposition="inside",
-        insidetextanchor="middle",
-        textangle=0,
-        textfont={"color": [ink(*action) for action in actions]},
-        customdata=[
-            (lane.word + describe(action, chunked), seconds(start), seconds(end), seconds(end - start))
-            for _, action, start, end in spans
-        ],
-        hovertemplate="%{customdata[0]}<br>%{customdata[1]} to %{customdata[2]} (%{customdata[3]})"
-        "<extra></extra>",
-    )
+    svg = to_svg(timelines, unit, most_spans=_MOST_SPANS)
+    title = escape(" and ".join(timelines))
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,"><title>{title}</title><style>{_STYLE}</style></head><body>
+<header><h1>{title}</h1><button id="out" title="smaller">&minus;</button>
+<button id="in" title="larger">+</button></header>
+<div class="scroll">{svg}</div>
+<div id="tip">Tap or click an action to see what it is; scroll sideways for the rest.</div>
+<script>{_SCRIPT}</script></body></html>
+"""

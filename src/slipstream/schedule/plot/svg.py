@@ -26,10 +26,10 @@ _ROW, _GAP, _TITLE, _AXIS, _LEGEND = 24, 3, 30, 26, 34
 _MOST_SPANS = 20_000
 
 
-def to_svg(timelines: Mapping[str, Timeline]) -> str:
+def to_svg(timelines: Mapping[str, Timeline], unit: str = "units", *, most_spans: int = _MOST_SPANS) -> str:
     """One SVG document; a run of very many actions is cut at a time that the title then names."""
     timelines = dict(timelines)
-    per_timeline = _MOST_SPANS // len(timelines)
+    per_timeline = most_spans // len(timelines)
     cut = min(timeline.time_of_span(per_timeline) for timeline in timelines.values())
     longest = min(cut, max(timeline.makespan for timeline in timelines.values())) or 1.0
     scale = (_WIDTH - _LEFT - _RIGHT) / longest
@@ -40,7 +40,7 @@ def to_svg(timelines: Mapping[str, Timeline]) -> str:
         note = (
             ""
             if until >= timeline.makespan
-            else f" (the first {seconds(until)} of {seconds(timeline.makespan)})"
+            else f" (the first {seconds(until)} of {seconds(timeline.makespan)} {unit})"
         )
         parts.append(f'<text class="title" x="{_LEFT}" y="{y + 20:g}">{escape(title + note)}</text>')
         y += _TITLE
@@ -48,7 +48,8 @@ def to_svg(timelines: Mapping[str, Timeline]) -> str:
         y += len(timeline.ranks) * (_ROW + _GAP)
         parts += _axis(y, scale, longest)
         y += _AXIS
-    parts += _legend(y, kinds_in(timelines), any(has_parts(timeline) for timeline in timelines.values()))
+    two_parts = any(has_parts(timeline) for timeline in timelines.values())
+    parts += _legend(y, kinds_in(timelines), unit, two_parts)
     height = y + _LEGEND
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:g}" '
@@ -102,7 +103,7 @@ def _round_step(least: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
 
-def _legend(y: float, kinds: list[Kind], two_parts: bool) -> list[str]:
+def _legend(y: float, kinds: list[Kind], unit: str, two_parts: bool) -> list[str]:
     parts, x = [], float(_LEFT)
     entries = [(colour(Action(kind, 0, 0, 0)), WORDS[kind]) for kind in kinds] + [(IDLE, "idle")]
     if two_parts:
@@ -111,6 +112,6 @@ def _legend(y: float, kinds: list[Kind], two_parts: bool) -> list[str]:
         parts.append(f'<rect x="{x:g}" y="{y + 6:g}" width="14" height="14" rx="2" fill="{fill}"/>')
         parts.append(f'<text x="{x + 20:g}" y="{y + 17:g}">{word}</text>')
         x += 34 + 6.6 * len(word)
-    hint = "Numbers are microbatches; the hue changes with the group."
+    hint = f"Numbers are microbatches; the hue changes with the group; time in {unit}."
     parts.append(f'<text class="hint" x="{x + 6:g}" y="{y + 17:g}" style="fill:#77808d">{hint}</text>')
     return parts

@@ -6,7 +6,6 @@ where the action belongs to the old part of its group.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
@@ -30,8 +29,10 @@ _WIDEST_UNIT = 4  # columns of the shortest action, when there is room
 _TERMINAL_UPDATE = "#f4f4f4"
 
 
-def terminal(timelines: Mapping[str, Timeline], width: int, colours: bool = True) -> RenderableType:
-    """The picture in `width` columns; all timelines share one scale."""
+def terminal(
+    timelines: Mapping[str, Timeline], width: int, colours: bool = True, unit: str = "units"
+) -> RenderableType:
+    """The picture in `width` columns; all timelines share one scale, and `unit` names what their times are in."""
     names = max(len(_rank_name(t, len(t.ranks) - 1)) for t in timelines.values())
     columns = max(10, width - names - 2)
     step, shown = _scale(timelines, columns)
@@ -43,7 +44,7 @@ def terminal(timelines: Mapping[str, Timeline], width: int, colours: bool = True
             line.append_text(_row(timeline, rank, step, columns, colours))
             lines.append(line)
         end = timeline.makespan
-        note = f"{seconds(end)} in all"
+        note = f"{seconds(end)} {unit} in all"
         if end > shown * (1 + 1e-9):
             note = f"the first {seconds(shown)} of {note}"
         lines.append(Text(f"{'':>{names}}  {note}", style="dim"))
@@ -58,8 +59,8 @@ def _rank_name(timeline: Timeline, rank: int) -> str:
 def _scale(timelines: Mapping[str, Timeline], columns: int) -> tuple[float, float]:
     """Time per column, and the time the picture ends.
 
-    The shortest action gets a whole number of columns. If then not everything fits, the picture ends early,
-    unless it would not even show one whole update: then a column is a few actions wide.
+    The shortest action gets a whole number of columns, one at least: an action that is not drawn would make the order
+    look wrong. If then not everything fits, the picture ends early and says so.
     """
     lengths = [
         span.end - span.start
@@ -74,9 +75,7 @@ def _scale(timelines: Mapping[str, Timeline], columns: int) -> tuple[float, floa
     per_unit = min(_WIDEST_UNIT, int(columns * unit / longest * (1 + 1e-9)))
     if per_unit >= 1:
         return unit / per_unit, longest
-    update = max(timeline.time_per_update for timeline in timelines.values())
-    step = unit * max(1, math.ceil(update / (columns * unit) * (1 - 1e-9)))
-    return step, columns * step
+    return unit, columns * unit
 
 
 def _row(timeline: Timeline, rank: int, step: float, columns: int, colours: bool) -> Text:
@@ -123,6 +122,8 @@ def _legend(timelines: Mapping[str, Timeline], colours: bool) -> Text:
     if any(has_parts(timeline) for timeline in timelines.values()):
         legend.append("Lighter: reads old weights. " if colours else "Small letters: reads old weights. ")
     legend.append(
-        "Numbers are microbatches" + ("; the hue changes with the group." if colours else "."), style="dim"
+        "Numbers are microbatches, left out where they do not fit; "
+        + ("the hue changes with the group." if colours else "- is the rest of an action's time."),
+        style="dim",
     )
     return legend

@@ -1,0 +1,184 @@
+"""`slipstream runs`: what runs there are, how they stand, and in what two of them differ."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from slipstream.errors import UserError
+from slipstream.metrics.events import EVENTS_FILE, Run, number, read_run
+from slipstream.metrics.report_columns import duration, labels, si
+from slipstream.metrics.watch import STATUS_STYLE
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+NOT_COMPARED = ("run.dir", "run.name", "run.tags")
+
+
+@app.command()
+def runs(
+    places: Annotated[
+        list[Path] | None,
+        typer.Argument(help="A folder of runs to list, or runs to compare.", show_default="runs"),
+    ] = None,
+    tag: Annotated[str | None, typer.Option(help="List only runs with this tag (run.tags).")] = None,
+    diff: Annotated[bool, typer.Option("--diff", help="Only the settings in which the runs differ.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the runs in a folder; with two or more runs, compare their figures and settings.
+
+    slipstream runs                      every run under ./runs
+    slipstream runs runs/a runs/b        side by side, with the settings in which they differ
+    slipstream runs runs/a runs/b --diff only those settings
+    """
+    found = [run for place in places or [Path("runs")] for run in find(place)]
+    if tag is not None:
+        found = [run for run in found if tag in _settings(run).get("run.tags", [])]
+    if not found:
+        where = ", ".join(map(str, places or ["runs"]))
+        raise UserError(
+            f"There is no run{f' tagged {tag!r}' if tag else ''} in {where}. `slipstream train` makes one."
+        )
+    rows = [describe(run, name) for run, name in zip(found, labels(found), strict=True)]
+    differing = differences(found)
+    if as_json:
+        print(json.dumps({"runs": rows, "differences": differing}))
+        return
+    console = Console(highlight=False)
+    named = len(places or ()) > 1
+    if not diff:
+        console.print(_compared(rows) if named else _listed(rows))
+    if diff or named:
+        console.print(_difference_table(rows, differing) if differing else "The settings are the same.")
+
+
+def find(place: Path) -> list[Run]:
+    """The run at `place`, or the runs below it, newest last."""
+    if (place / EVENTS_FILE).is_file() or (place / "config.toml").is_file():
+        return [read_run(place)]
+    if not place.is_dir():
+        raise UserError(f"There is no folder {place}. Name a folder of runs, or runs.")
+    logs = [path for path in place.rglob(EVENTS_FILE) if "checkpoints" not in path.parts]
+    found = []
+    for path in sorted(logs):
+        with contextlib.suppress(UserError):  # removed in this moment
+            found.append(read_run(path.parent))
+    return sorted(found, key=lambda run: number(run.events[-1].get("time")) or 0.0 if run.events else 0.0)
+
+
+def describe(run: Run, label: str) -> dict[str, Any]:
+    """The figures of one run; None where it has none."""
+    settings, finish, steps = _settings(run), run.last("finish"), run.surviving("step")
+    losses = [
+        value for event in run.surviving("validation") if (value := number(event.get("loss"))) is not None
+    ]
+    speeds = [value for event in steps if (value := number(event.get("tokens_per_second"))) is not None]
+    last = steps[-1] if steps else {}
+    return {
+        "run": settings.get("run.name") or label,
+        "folder": str(run.path),
+        "status": status(run),
+        "step": last.get("step"),
+        "steps": settings.get("train.steps"),
+        "validation_loss": losses[-1] if losses else None,
+        "best_loss": min(losses, default=None),
+        "tokens": number(finish.get("tokens")) if finish else number(last.get("tokens")),
+        "seconds": max(run.clock().values(), default=None),
+        "tokens_per_second": sorted(speeds)[len(speeds) // 2] if speeds else None,
+        "schedule": settings.get("pipeline.schedule"),
+        "optimizer": settings.get("optim.name"),
+        "tags": settings.get("run.tags", []),
+    }
+
+
+def status(run: Run) -> str:
+    """As the log says; a run that nobody holds the lock of is not running."""
+    if run.status != "running":
+        return run.status
+    try:
+        with (run.path / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "running"
+    except OSError:
+        return "stopped"
+    return "stopped"
+
+
+def differences(found: list[Run]) -> dict[str, list[Any]]:
+    """Settings that are not the same in all runs, and each run's value."""
+    settings = [_settings(run) for run in found]
+    keys = dict.fromkeys(key for one in settings for key in one if key not in NOT_COMPARED)
+    values = {key: [one.get(key) for one in settings] for key in keys}
+    return {key: own for key, own in values.items() if any(value != own[0] for value in own)}
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    try:
+        tree = tomllib.loads(run.config)
+    except tomllib.TOMLDecodeError:
+        return {}
+    sections = ((section, values) for section, values in tree.items() if isinstance(values, dict))
+    return {f"{section}.{name}": value for section, values in sections for name, value in values.items()}
+
+
+WORDS = {
+    "status": lambda row: f"[{STATUS_STYLE.get(row['status'], 'yellow')}]{row['status']}[/]",
+    "step": lambda row: "–" if row["step"] is None else f"{row['step']}/{row['steps'] or '?'}",
+    "loss": lambda row: _loss(row["validation_loss"]),
+    "best": lambda row: _loss(row["best_loss"]),
+    "tokens": lambda row: si(row["tokens"]),
+    "tok/s": lambda row: si(row["tokens_per_second"]),
+    "time": lambda row: duration(row["seconds"]),
+    "schedule": lambda row: str(row["schedule"] or "–"),
+    "optimizer": lambda row: str(row["optimizer"] or "–"),
+    "tags": lambda row: escape(" ".join(row["tags"])),
+}
+LISTED = ("status", "step", "loss", "tokens", "tok/s", "time", "schedule", "tags")
+
+
+def _loss(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def _listed(rows: list[dict[str, Any]]) -> Table:
+    columns = [name for name in LISTED if name != "tags" or any(row["tags"] for row in rows)]
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("run", overflow="fold")
+    for name in columns:
+        table.add_column(
+            name, no_wrap=True, justify="right" if name in ("loss", "tokens", "tok/s", "time") else "left"
+        )
+    for row in rows:
+        table.add_row(escape(row["run"]), *(WORDS[name](row) for name in columns))
+    return table
+
+
+def _compared(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("")
+    for row in rows:
+        table.add_column(escape(row["run"]), overflow="fold")
+    for name, words in WORDS.items():
+        table.add_row(name, *(words(row) for row in rows))
+    return table
+
+
+def _difference_table(rows: list[dict[str, Any]], differing: dict[str, list[Any]]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("setting", no_wrap=True)
+    for row in rows:
+        table.add_column(escape(row["run"]), overflow="fold")
+    for key, values in differing.items():
+        table.add_row(key, *("–" if value is None else escape(json.dumps(value)) for value in values))
+    return table

@@ -1,0 +1,154 @@
+"""A model of the user's own, cut into stages: model.module names a function of the vocabulary size.
+
+It returns an `nn.Sequential`, a list of layers, or one `nn.Module`. The first layer takes tokens [B, T], each takes
+what the one before it returned, the last returns logits [B, T, V]. Invariant: every rank makes the whole model from
+the seed and keeps its own layers, so how the model is cut changes neither names nor initial weights.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.config import Config
+from slipstream.config.objects import fetch
+from slipstream.errors import UserError
+
+
+class OwnStage(nn.Module):
+    """Some of the layers, called one after another. Parameters keep the number of their layer in the whole model."""
+
+    def __init__(self, layers: dict[int, nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+class OwnModel:
+    """The whole model on the host, what it is made of, and which parameters it uses twice."""
+
+    def __init__(self, config: Config) -> None:
+        assert config.model.module is not None
+        assert config.model.vocab is not None
+        self.place, self.vocab, self.sequence = config.model.module, config.model.vocab, config.data.sequence
+        torch.manual_seed(config.train.seed)
+        made = fetch("model.module", self.place)(self.vocab)
+        self.whole = not isinstance(made, nn.Sequential | nn.ModuleList | list | tuple)
+        self.layers: list[nn.Module] = [made] if self.whole else list(made)
+        wrong = next((layer for layer in self.layers if not isinstance(layer, nn.Module)), None)
+        if wrong is not None or not self.layers:
+            raise UserError(
+                f"model.module = '{self.place}' returned {type(made).__name__} with {type(wrong).__name__} "
+                "in it. Return "
+                "an nn.Sequential, a list of nn.Modules, or one nn.Module."
+            )
+        self._mark_head()
+        stage = OwnStage(dict(enumerate(self.layers)))
+        self.parameters = sum(parameter.numel() for parameter in stage.parameters())
+        self.ties = _shared(stage)
+        self.boundaries = self._shapes()
+
+    def describe(self) -> dict[str, Any]:
+        """For checkpoints."""
+        return {"module": self.place, "vocab": self.vocab, "layers": len(self.layers), "whole": self.whole}
+
+    def stages(self, config: Config, count: int, indices: list[int], device: torch.device) -> list[OwnStage]:
+        edges = self._cut(count, config.pipeline.boundaries)
+        spans = [range(*edge) for edge in pairwise(edges)]
+        return [OwnStage({i: self.layers[i] for i in spans[index]}).to(device) for index in indices]
+
+    def hidden(self, count: int, boundaries: list[int] | None) -> list[tuple[int, ...]]:
+        """Of each cut, the shape that one sequence has there."""
+        return [self.boundaries[edge - 1] for edge in self._cut(count, boundaries)[1:-1]]
+
+    def ties_between(self, modules: list[OwnStage]) -> dict[str, list[str]]:
+        """The shared parameters of which these stages hold a part: {tie: names here}."""
+        here = {name for module in modules for name, _ in module.named_parameters(remove_duplicate=False)}
+        found = {names[0]: [name for name in names if name in here] for names in self.ties}
+        alone = {
+            names[0] for names in self.ties if set(names) <= here
+        }  # one parameter, which is tied by itself
+        return {tie: own for tie, own in found.items() if own and tie not in alone}
+
+    def _cut(self, count: int, boundaries: list[int] | None) -> list[int]:
+        if boundaries is not None:
+            edges = [0, *boundaries, len(self.layers)]
+            if len(edges) == count + 1 and all(a < b for a, b in pairwise(edges)):
+                return edges
+            raise UserError(
+                f"pipeline.boundaries = {boundaries} do not cut the {len(self.layers)} layers of '{self.place}' into "
+                f"{count} stages. List {count - 1} rising layer numbers."
+            )
+        if count > len(self.layers):
+            hint = "Return its layers as a list" if self.whole else "Return more, smaller layers"
+            raise UserError(
+                f"model.module = '{self.place}' has {len(self.layers)} layer{'s' * (len(self.layers) > 1)}, "
+                "too few for "
+                f"{count} stages. {hint}, or set pipeline.stages={len(self.layers)}."
+            )
+        return balanced([_weight(layer) for layer in self.layers], count)
+
+    def _mark_head(self) -> None:
+        """The matrix that makes logits is no hidden matrix, and its name does not tell."""
+        for parameter in self.layers[-1].parameters():
+            if (
+                parameter.ndim == 2
+                and parameter.shape[0] == self.vocab
+                and not hasattr(parameter, "slipstream_role")
+            ):
+                parameter.slipstream_role = "head"  # pyright: ignore[reportAttributeAccessIssue]
+
+    @torch.no_grad()
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """What one sequence is after each layer."""
+        x: Any = torch.zeros(1, self.sequence, dtype=torch.int64)
+        shapes = []
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if not isinstance(x, Tensor):
+                raise UserError(
+                    f"Layer {index} of '{self.place}' returns {type(x).__name__}. Every layer returns one tensor."
+                )
+            shapes.append(tuple(x.shape[1:]))
+        if shapes[-1] != (self.sequence, self.vocab):
+            raise UserError(
+                f"The last layer of '{self.place}' returns {list(shapes[-1])} for each sequence; a language model "
+                f"returns logits [tokens, vocabulary] = [{self.sequence}, {self.vocab}]."
+            )
+        return shapes
+
+
+def balanced(weights: list[float], count: int) -> list[int]:
+    """Edges of `count` neighbouring parts whose heaviest is lightest."""
+    total = [0.0]
+    for weight in weights:
+        total.append(total[-1] + weight)
+    best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, (0,))}
+    for parts in range(1, count + 1):
+        for end in range(parts, len(weights) + 1):
+            best[parts, end] = min(
+                (max(best[parts - 1, start][0], total[end] - total[start]), (*best[parts - 1, start][1], end))
+                for start in range(parts - 1, end)
+                if (parts - 1, start) in best
+            )
+    return list(best[count, len(weights)][1])
+
+
+def _weight(layer: nn.Module) -> float:
+    """Work goes with the parameters a token is multiplied with; an embedding is only looked up."""
+    looked_up = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Embedding)}
+    return 1.0 + sum(p.numel() for p in layer.parameters() if id(p) not in looked_up)
+
+
+def _shared(stage: OwnStage) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in stage.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [found for found in names.values() if len(found) > 1]

@@ -1,0 +1,90 @@
+"""Everything about a run that can be known, and refused, before torch is imported: that takes seconds.
+
+`prepare` fills in what the data and a model folder say; `check` refuses what cannot work on this machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from slipstream.config import Config, resolve
+from slipstream.config.objects import check_place
+from slipstream.config.settings import ModelSettings
+from slipstream.data.shards import read_meta
+from slipstream.errors import UserError, install
+from slipstream.models.config_json import read_config
+from slipstream.train.claim import refuse_foreign
+from slipstream.train.sources import data_folder, datasets
+
+TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}  # name -> the module it needs
+
+
+def prepare(config: Config, *, world: int | None = None) -> Config:
+    """The resolved run, with the shape of model.init_from and the vocabulary of the data."""
+    return resolve(adopt_vocabulary(adopt_shape(config)), world=world)
+
+
+def adopt_shape(config: Config) -> Config:
+    """With model.init_from the folder's config.json is the shape; a key that contradicts it is refused."""
+    if config.model.init_from is None:
+        return config
+    found = read_config(Path(config.model.init_from))
+    names = [field.name for field in dataclasses.fields(found) if field.name in ModelSettings.model_fields]
+    given = {name: getattr(config.model, name) for name in names if name in config.model.model_fields_set}
+    wrong = {name: value for name, value in given.items() if value not in (None, getattr(found, name))}
+    if wrong:
+        name, value = next(iter(wrong.items()))
+        raise UserError(
+            f"model.{name} = {value} contradicts model.init_from, whose config.json has {getattr(found, name)}. "
+            f"Drop model.{name}."
+        )
+    values = {name: getattr(found, name) for name in names}
+    return config.model_copy(update={"model": config.model.model_copy(update=values)})
+
+
+def adopt_vocabulary(config: Config) -> Config:
+    """Unless the run names one, the model has the vocabulary that its shards were made with."""
+    if config.data.path is None or config.model.vocab is not None:
+        return config
+    vocab = read_meta(Path(config.data.path)).get("vocab")
+    if vocab is None:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"vocab": vocab})})
+
+
+def check(config: Config) -> None:
+    """Refuse what cannot work here. Of a resolved run; nothing is written."""
+    refuse_foreign(Path(config.run.dir))
+    for name in config.train.trackers:
+        if find_spec(TRACKERS[name]) is None:
+            raise UserError(f"train.trackers names {name}, which is not installed. {install(name)}")
+    if config.train.device == "cuda" and cpu_only():
+        raise UserError(
+            "train.device = 'cuda', and the torch that is installed was built without GPUs. Set train.device=cpu, or "
+            "install another torch."
+        )
+    named = {
+        "model.module": config.model.module,
+        "data.module": config.data.module,
+        "train.callback": config.train.callback,
+    }
+    for key, place in named.items():
+        if place is not None:
+            check_place(key, place)
+    if config.data.path is not None:
+        datasets(config, data_folder(config))
+
+
+def cpu_only() -> bool:
+    """Whether the installed torch cannot use any GPU, read from its version file: importing it takes seconds."""
+    spec = find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    try:
+        text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return all(re.search(rf"^{name}\b[^=]*= None$", text, re.MULTILINE) for name in ("cuda", "hip"))

@@ -1,0 +1,129 @@
+"""From a config to a run: refuse what cannot work, say what will happen, start the ranks. Imports no torch itself.
+
+The ranks are torchrun's, or processes started here, or (emulate) this very process. A run ends "finished", or
+"signal": stopped on request and saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+from slipstream.config import Config
+from slipstream.data.prepare import Progress
+from slipstream.distributed import Partitions, launch, partitioned, started_by_torchrun
+from slipstream.errors import StoppedError, UserError
+from slipstream.metrics.progress import unbroken_console
+from slipstream.train import preflight
+from slipstream.train.banner import banner
+from slipstream.train.sources import data_folder
+
+
+def start(config: Config) -> str:
+    """Train; how it ended. In this process (emulate), as one of torchrun's ranks, or on ranks started here."""
+    command = own_command()
+    if started_by_torchrun() and config.pipeline.schedule != "emulate":
+        return _under_torchrun(config, command)
+    config = preflight.prepare(config)
+    preflight.check(config)
+    say = _Say(quiet=config.train.quiet)
+    say(banner(config))
+    data_folder(config, _first_time(say))
+    asked = Words(config)
+    if config.pipeline.schedule == "emulate":
+        say("Importing torch ...")
+        from slipstream.train.session import run_rank
+
+        try:
+            return run_rank(None, config.model_dump(), command, asked)["reason"]
+        except KeyboardInterrupt:
+            asked.second()
+            raise StoppedError("Stopped at once.") from None
+    assert config.pipeline.stages is not None
+    nproc = config.pipeline.stages * config.pipeline.data_ranks
+    with ExitStack() as stack:
+        environment = None
+        if config.pipeline.partitions:
+            environment = stack.enter_context(_partitions(config, nproc)).environment
+        say(f"Starting {nproc} process{'es' * (nproc > 1)}; importing torch takes them a few seconds ...")
+        job = "slipstream.train.session:run_rank"
+        tree = config.model_dump()
+        return launch(job, nproc, (tree, command), on_signal=asked, environment=environment)[0]["reason"]
+
+
+def _under_torchrun(config: Config, command: str) -> str:
+    if config.pipeline.partitions:
+        raise UserError("pipeline.partitions needs ranks that slipstream starts itself. Drop torchrun.")
+    from slipstream.distributed.world import initialise
+    from slipstream.train.session import run_rank
+
+    with initialise(timeout_seconds=config.train.timeout_seconds) as world:
+        config = preflight.prepare(config, world=world.size)
+        if world.rank == 0:
+            _Say(quiet=config.train.quiet)(banner(config))
+        asked = Words(config) if world.rank == 0 else None
+        return run_rank(world, config.model_dump(), command, asked)["reason"]
+
+
+def _partitions(config: Config, count: int) -> AbstractContextManager[Partitions]:
+    from slipstream.train import build
+
+    if build.device(config).type != "cuda":
+        raise UserError("pipeline.partitions cuts a GPU, and torch sees none. Set pipeline.partitions=false.")
+    return partitioned(count)
+
+
+class Words:
+    """What the person who asks a run to stop is told, at once. Written past all buffers: a signal comes at any time."""
+
+    def __init__(self, config: Config) -> None:
+        self._folder, self._saves = Path(config.run.dir), config.checkpoint.keep > 0
+
+    def first(self) -> None:
+        does = "then saves" if self._saves else "but saves nothing (checkpoint.keep = 0)"
+        self._tell(
+            f"Stopping: the run finishes the updates under way, {does}. Ctrl-C again ends it at once, without saving."
+        )
+
+    def second(self) -> None:
+        steps = sorted(path.name for path in (self._folder / "checkpoints").glob("step-*"))
+        kept = f"The newest checkpoint is of step {int(steps[-1][5:])}" if steps else "There is no checkpoint"
+        goes = "the same command goes on from there" if steps else "the same command begins again"
+        self._tell(f"Stopped at once: nothing more was saved. {kept}; {goes}.")
+
+    @staticmethod
+    def _tell(text: str) -> None:
+        with contextlib.suppress(OSError):  # nobody listens any more
+            os.write(2, f"{chr(10) * os.isatty(2)}{text}\n".encode())
+
+
+class _Say:
+    def __init__(self, *, quiet: bool) -> None:
+        self._console, self._quiet = unbroken_console(), quiet
+
+    def __call__(self, text: str) -> None:
+        if not self._quiet:
+            self._console.print(text, soft_wrap=True, markup=False)
+
+
+def _first_time(say: _Say) -> Progress:
+    """Named once: the embedded corpus is tokenised on the first run only, which takes seconds."""
+    told = False
+
+    def progress(what: str, done: int, total: int | None) -> None:
+        nonlocal told
+        if not told:
+            say("Tokenising Python's standard library, once; it is kept in ~/.cache/slipstream ...")
+            told = True
+
+    return progress
+
+
+def own_command() -> str:
+    """The command as it was typed."""
+    own = Path(sys.argv[0]).name in ("slipstream", "__main__.py")
+    return shlex.join(["slipstream", *sys.argv[1:]] if own else sys.argv)

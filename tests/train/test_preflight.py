@@ -1,0 +1,94 @@
+"""What can be known before torch is imported is refused before torch is imported, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tests.train.conftest import TINY, make_data
+
+from slipstream.config import load
+from slipstream.data.shards import write_shard
+from slipstream.errors import UserError
+from slipstream.train.preflight import cpu_only, prepare
+
+REFUSED = {
+    "train.stpes=3": "There is no key",
+    "train.trackers=wandb": "train.trackers names wandb, which is not installed. Install it",
+    "data.path=/nowhere": "data.path /nowhere is not a folder",
+    "data.sequence=1000000": "too few for a sequence of 1000000",
+    "model.init_from=/nowhere": "not a Hugging Face folder",
+    "model.module=nowhere:layers": "there is no module 'nowhere'",
+    "model.module=nowhere": "is not MODULE:NAME",
+}
+
+
+@pytest.mark.parametrize("override", [*REFUSED, pytest.param("train.device=cuda", marks=pytest.mark.skipif(
+    not cpu_only(), reason="this torch knows GPUs"))])  # fmt: skip
+def test_refused_without_torch_and_without_a_folder(override, tmp_path):
+    code = (
+        "import sys; from slipstream.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: assert end.code == 2, end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    data = f"data.path={make_data(tmp_path / 'data')}"
+    own = override.startswith("model.module")
+    tiny = [key for key in TINY if not own or not key.startswith("model.") or key.startswith("model.vocab")]
+    arguments = ["train", *tiny, data, f"run.dir={tmp_path / 'run'}", override]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert REFUSED.get(override, "built without GPUs") in " ".join(done.stderr.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_banner_needs_no_torch_and_names_what_matters(tmp_path):
+    code = (
+        "import sys; from slipstream.cli.train import parse; from slipstream.train.preflight import prepare\n"
+        "from slipstream.train.banner import banner\n"
+        "print(banner(prepare(parse(sys.argv[1:])))); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "pipeline.stages=4", "run.dir=x/y"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for words in ("1.31M parameters", "2,048 tokens", "2bw: P=4 stages, m=8, c=8", "x/y", "standard library"):
+        assert words in done.stdout, words
+
+
+def shards(folder, vocab: int | None):
+    folder.mkdir()
+    for split in ("train", "val"):
+        write_shard(folder / f"{split}_0.bin", (np.arange(5000) % 50).astype("<u2"))
+    if vocab is not None:
+        (folder / "meta.json").write_text(json.dumps({"vocab": vocab, "end_of_document": 0}))
+    return folder
+
+
+def test_the_vocabulary_is_that_of_the_shards(tmp_path):
+    with_meta, without = shards(tmp_path / "a", 777), shards(tmp_path / "b", None)
+    assert prepare(load(None, [f"data.path={with_meta}"])).model.vocab == 777
+    assert prepare(load(None, [f"data.path={with_meta}", "model.vocab=1024"])).model.vocab == 1024
+    assert prepare(load(None, [f"data.path={without}"])).model.vocab == 4096
+    assert prepare(load(None, [])).model.vocab == 4096
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(tmp_path):
+    from slipstream.train.preflight import check
+
+    config = prepare(load(None, [f"data.path={shards(tmp_path / 'a', 777)}", "model.vocab=500"]))
+    with pytest.raises(UserError, match="uses a vocabulary of 777, but the model has 500"):
+        check(config)
+
+
+def test_nothing_compiles_so_no_compiler_is_loaded(tmp_path):
+    code = (
+        "import sys, slipstream.models.llama, slipstream.models.stages, slipstream.train.generate\n"
+        "import slipstream.train.export\n"
+        "assert 'torch' in sys.modules and 'torch._dynamo' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
