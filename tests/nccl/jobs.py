@@ -48,7 +48,7 @@ def data(group, rows=2 * M):
 
 def train(
     world, stages=None, backend=None, device_id=False, optimizer="adamw", tied=True, mode="replicated", traced=False,
-    groups=30, bank_dtype=None, layers=tiny.LAYERS, machines=1, **options,
+    groups=30, bank_dtype=None, layers=tiny.LAYERS, machines=1, cutover=M // 2, **options,
 ):  # fmt: skip
     """Drains, evaluations, captures and a synchronous start among 30 groups; then the emulator on the first rank."""
     if machines > 1:
@@ -63,6 +63,7 @@ def train(
     pipelines = [dist.new_group(list(range(d * stages, (d + 1) * stages))) for d in range(degree)]
     columns = [dist.new_group(list(range(s, world.size, stages))) for s in range(stages)]
     options |= {"correction": "error_feedback", "max_grad_norm": 0.3, "synchronous": 3, "timeout": 60}
+    options["cutover"] = cutover
     make = OPTIMIZERS[optimizer]
     placed = dict(options, shard_optimizer=mode == "zero1", bank_dtype=bank_dtype)
     if degree > 1:

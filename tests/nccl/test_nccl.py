@@ -41,7 +41,12 @@ def test_many_stages(nccl, stages):
 
 
 def test_more_in_flight(nccl):
-    check(nccl.run("nccl.jobs:train", ranks=4, in_flight=8, timeout=SECONDS))
+    check(nccl.run("nccl.jobs:train", ranks=4, in_flight=8, cutover=8, timeout=SECONDS))
+
+
+@pytest.mark.parametrize("cutover", [1, 2, 5, 8])
+def test_any_cutover(nccl, cutover):
+    check(nccl.run("nccl.jobs:train", ranks=4, cutover=cutover, timeout=SECONDS))
 
 
 def test_muon(nccl):
