@@ -20,7 +20,7 @@ REFUSED = {
     "train.trackers=wandb": "train.trackers names wandb, which is not installed. Install it",
     "data.path=/nowhere": "data.path /nowhere is not a folder",
     "data.sequence=1000000": "too few for a sequence of 1000000",
-    "model.init_from=/nowhere": "not a Hugging Face folder",
+    "model.init_from=/nowhere": "/nowhere does not exist. Name the folder of a model",
     "model.module=nowhere:layers": "there is no module 'nowhere'",
     "model.module=nowhere": "is not MODULE:NAME",
 }
