@@ -28,10 +28,11 @@ OTHER_HALF = {"S": (1, "r"), "r": (-1, "S"), "R": (1, "s"), "s": (-1, "R")}
 class Model:
     """`early`: receives of gradients are queued with the sends of their activations, as if it did no harm."""
 
-    def __init__(self, stages, microbatches, queues, in_flight=None, early=False, groups=3):
+    def __init__(self, stages, microbatches, queues, in_flight=None, cutover=None, early=False, groups=3):
         self.stages, self.queues, self.early = stages, QUEUES[queues], early
         self.warm_up = warm_up_2bw(stages, microbatches, in_flight)
-        self.schedule = build("2bw", stages, microbatches, groups, in_flight=in_flight)
+        self.cutover = microbatches if cutover is None else cutover
+        self.schedule = build("2bw", stages, microbatches, groups, in_flight=in_flight, cutover=self.cutover)
         self.queued = defaultdict(deque)  # (stage, queue) -> kernels that are not done, in order
         self.done = set()
         self.needs = {}  # kernel -> kernels of its own device that must be done before
@@ -51,6 +52,8 @@ class Model:
             if kind is Kind.FORWARD:
                 if microbatch == 0 and group > 1:
                     yield lambda group=group: len(self.told[group - 2]) == self.stages, True
+                if microbatch == self.cutover and group > 0:  # the weights of the update before
+                    yield lambda group=group: len(self.told[group - 1]) == self.stages, True
                 if stage > 0:
                     yield lambda received=received: self.sent[stage] > received, True
                     received += 1
@@ -140,6 +143,16 @@ def test_every_host_and_every_kernel_gets_to_its_end(stages, queues):
         for in_flight in {None, stages + 1, microbatches, microbatches + 1}:
             if in_flight is None or in_flight >= stages:
                 assert Model(stages, microbatches, queues, in_flight).ends(), (microbatches, in_flight)
+
+
+@pytest.mark.parametrize("queues", QUEUES)
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_whatever_the_cutover(stages, queues):
+    for microbatches in (stages, stages + 1, 2 * stages):
+        for cutover in range(microbatches + 1):
+            for in_flight in (None, microbatches + 1):
+                model = Model(stages, microbatches, queues, in_flight, cutover)
+                assert model.ends(), (microbatches, cutover, in_flight)
 
 
 def test_the_model_sees_a_circle_where_there_is_one():

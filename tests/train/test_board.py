@@ -30,3 +30,35 @@ def test_a_rank_that_is_silent_is_not():
     board = SharedBoard(dist.HashStore(), timeout_seconds=0.2)
     with pytest.raises(StageError, match="No rank posted plan within"):
         board.wait("plan", beat="planning")
+
+
+class Stopped:
+    """A store whose rank is stopped: nothing is ever answered."""
+
+    def __init__(self):
+        self.go_on = threading.Event()
+
+    def check(self, keys):
+        self.go_on.wait()
+        return False
+
+    def set(self, key, value):
+        self.go_on.wait()
+
+    def delete_key(self, key):
+        self.go_on.wait()
+
+
+@pytest.mark.parametrize("question", ["read", "post", "remove"])
+def test_a_store_that_does_not_answer_is_given_up(question):
+    """Rank 0 keeps the store: where it was stopped, the others asked it for ever."""
+    board = SharedBoard(dist.HashStore(), timeout_seconds=0.3)
+    board.post("own", 1)
+    board._plain = stopped = Stopped()
+    with pytest.raises(StageError, match=r"Rank 0, which keeps .* gave no answer within 0\.3 s"):
+        {
+            "read": lambda: board.read("loss"),
+            "post": lambda: board.post("x", 1),
+            "remove": lambda: board.remove("own"),
+        }[question]()
+    stopped.go_on.set()

@@ -8,9 +8,10 @@ training loop. Built on the key-value store the process group already has; one p
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -85,23 +86,71 @@ class LocalBoard:
         return LocalBoard()
 
 
+class Asking:
+    """Questions to the store, asked from a thread: rank 0 keeps the store, and where that rank is stopped or out of
+    reach a question has no end. Whoever asks then gives up after the timeout, with a word about it."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._questions: queue.SimpleQueue[tuple[Callable[..., Any], tuple, queue.SimpleQueue]] = (
+            queue.SimpleQueue()
+        )
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._lost = False
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        with self._lock:  # the checkpoint thread asks too
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._answer, name="slipstream-board", daemon=True)
+                self._thread.start()
+        answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._questions.put((function, args, answer))
+        try:
+            found, error = answer.get(timeout=0.1 if self._lost else self._timeout_seconds)
+        except queue.Empty:
+            self._lost = True
+            raise StageError(
+                "Rank 0, which keeps what the ranks tell each other, gave no answer within "
+                f"{self._timeout_seconds:g} s. Is it stopped, or its machine out of reach?"
+            ) from None
+        if error is not None:
+            raise error
+        return found
+
+    def _answer(self) -> None:
+        while True:
+            function, args, answer = self._questions.get()
+            try:
+                answer.put((function(*args), None))
+            except BaseException as error:  # told to whoever asked
+                answer.put((None, error))
+
+
 class SharedBoard:
     """The board of several ranks, on their store. Values travel as JSON; a rank's own it knows without asking."""
 
-    def __init__(self, store: dist.Store, timeout_seconds: float) -> None:
-        self._store = dist.PrefixStore("board", store)
+    def __init__(self, store: dist.Store, timeout_seconds: float, asking: Asking | None = None) -> None:
+        self._plain = dist.PrefixStore("board", store)
         self._timeout = timeout_seconds
+        self._asking = asking or Asking(timeout_seconds)
         self._own: dict[str, str] = {}
 
     def post(self, key: str, value: Any) -> None:
         self._own[key] = json.dumps(value)
-        self._store.set(key, self._own[key])
+        self._asking.call(self._plain.set, key, self._own[key])
 
     def read(self, *keys: str) -> list[Any] | None:
         others = [key for key in keys if key not in self._own]
-        if others and not self._store.check(others):
+        if not others:
+            return [json.loads(self._own[key]) for key in keys]
+        found = self._asking.call(self._look, others)
+        if found is None:
             return None
-        return [json.loads(self._own[key] if key in self._own else self._store.get(key)) for key in keys]
+        return [json.loads(self._own[key] if key in self._own else found[key]) for key in keys]
+
+    def _look(self, keys: list[str]) -> dict[str, bytes] | None:
+        return {key: self._plain.get(key) for key in keys} if self._plain.check(keys) else None
 
     def wait(self, *keys: str, beat: str | None = None) -> list[Any]:
         # Polled, not `store.wait`: a blocking call would hold the connection that the checkpoint thread
@@ -119,7 +168,7 @@ class SharedBoard:
 
     def remove(self, key: str) -> None:
         if self._own.pop(key, None) is not None:
-            self._store.delete_key(key)
+            self._asking.call(self._plain.delete_key, key)
 
     def under(self, name: str) -> SharedBoard:
-        return SharedBoard(dist.PrefixStore(name, self._store), self._timeout)
+        return SharedBoard(dist.PrefixStore(name, self._plain), self._timeout, self._asking)
