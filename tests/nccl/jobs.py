@@ -14,8 +14,7 @@ from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 
 from pipeline import tiny
 from slipstream import Emulator, Schedule2BW
-from slipstream.optim import sharded, stacks
-from slipstream.optim.build import build
+from slipstream.optim import build, sharded, stacks
 
 M = 8
 DEVICE = torch.device("cuda", 0)

@@ -39,7 +39,7 @@ LAYOUTS = {
 def optimizer(name, module):
     if name in tiny.OPTIMIZERS:
         return tiny.OPTIMIZERS[name](module)
-    from slipstream.optim.build import build
+    from slipstream.optim import build
 
     return build(name, module, lr=0.01)
 

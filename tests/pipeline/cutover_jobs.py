@@ -4,7 +4,7 @@ import torch
 
 from pipeline import jobs, tiny
 from slipstream import cloned_state
-from slipstream.optim.build import build
+from slipstream.optim import build
 from slipstream.pipeline.versions import Versions
 
 M, ROWS, GROUPS = 6, 12, 8

@@ -8,7 +8,7 @@ import torch
 from pipeline import reference, tiny
 from pipeline.test_graphs import Again, as_on_a_gpu
 from slipstream import Emulator, UserError
-from slipstream.optim.build import build
+from slipstream.optim import build
 from slipstream.optim.corrections import build_correction
 from slipstream.pipeline import graphs
 

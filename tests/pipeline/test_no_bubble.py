@@ -61,15 +61,24 @@ def replay(schedule, executed):
 
 
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "in_flight", "clip"),
-    [(2, 3, 3, 1.0), (3, 4, 4, None), (4, 4, 4, 1.0), (4, 8, 4, None), (4, 8, 8, 1.0), (4, 5, 6, 1.0)],
+    ("stages", "microbatches", "in_flight", "cutover", "clip"),
+    [
+        (2, 3, 3, 3, 1.0),
+        (3, 4, 4, 4, None),
+        (4, 4, 4, 4, 1.0),
+        (4, 8, 4, 4, 1.0),
+        (4, 8, 8, 8, 1.0),
+        (4, 5, 6, 5, 1.0),
+    ],
 )
-def test_no_stage_waits_for_more_than_its_data(pool, tmp_path, stages, microbatches, in_flight, clip):
-    schedule = build("2bw", stages, microbatches, GROUPS, in_flight=in_flight)
+def test_no_stage_waits_for_more_than_its_data(
+    pool, tmp_path, stages, microbatches, in_flight, cutover, clip
+):
+    schedule = build("2bw", stages, microbatches, GROUPS, in_flight=in_flight, cutover=cutover)
     for held in range(stages):
         executed = pool.run(
             JOB, counters(tmp_path, stages), held, reach(schedule, held), microbatches, GROUPS,
-            in_flight=in_flight, max_grad_norm=clip, ranks=stages, timeout=280,
+            in_flight=in_flight, cutover=cutover, max_grad_norm=clip, ranks=stages, timeout=280,
         )  # fmt: skip
         timeline = replay(schedule, executed)
         pair, hops = FORWARD + BACKWARD, stages - 1

@@ -235,7 +235,9 @@ def test_every_shipped_study_resolves_with_its_tables(path):
     assert whole.waiting == 0
     assert len(whole.points) >= len(grid.points)
     modes = {point.labels[layout.mode] for point in whole.points}
-    assert {layout.reference, layout.baseline} <= modes
+    # Those of the cutover take the delay without a correction from another study's runs.
+    elsewhere = {layout.baseline} if "cutover" in study.name else set()
+    assert {layout.reference, layout.baseline} - elsewhere <= modes
     # Paired: every mode of a seed has the synchronous run of that seed beside it.
     special = {layout.mode, *layout.best}
     points = [point for point in whole.points if TUNING not in point.labels]

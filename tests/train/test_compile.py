@@ -44,7 +44,7 @@ def test_replicas_and_layers_share_their_compilations(graphs, how, count):
     for _ in range(2):
         replica = copy.deepcopy(plain)
         replica.zero_grad()
-        TokenLoss()(build._compiled(replica, how)(tokens), tokens).backward()
+        TokenLoss()(build._compiled(replica, how, None)(tokens), tokens).backward()
         for (name, a), b in zip(plain.named_parameters(), replica.parameters(), strict=True):
             assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6), name
     assert len(graphs) == count  # by layer: one for the layers and one for the last norm
@@ -53,7 +53,7 @@ def test_replicas_and_layers_share_their_compilations(graphs, how, count):
 def test_deep_stages_are_compiled_by_layer(graphs, monkeypatch):
     monkeypatch.setattr(build, "DEEP", 2)
     module = build_model(SHAPE, 0)
-    assert build._compiled(module, True) is module
-    assert isinstance(build._compiled(module, "stage"), torch.nn.Module)
+    assert build._compiled(module, True, None) is module
+    assert isinstance(build._compiled(module, "stage", None), torch.nn.Module)
     module(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
     assert len(graphs) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -58,4 +59,11 @@ def test_an_example_script_runs(name, monkeypatch, capsys):
 
 def test_every_example_is_covered():
     found = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
-    assert found == {path.name for path in RUNS} | set(SCRIPTS)
+    assert found == {path.name for path in RUNS} | set(SCRIPTS) | {"two_nodes.slurm"}
+
+
+def test_the_script_for_two_nodes_starts_an_example():
+    script = EXAMPLES / "two_nodes.slurm"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    named = re.findall(r"slipstream train (\S+)", script.read_text())
+    assert set(named) == {"examples/cluster_360m.toml"}

@@ -32,24 +32,23 @@ def mine(tmp_path, data, pool) -> Runs:
 @pytest.mark.parametrize("name", ["layers", "tied"])
 def test_the_weights_do_not_depend_on_the_stages(mine, name):
     model = f"model.module=tests.train.own:{name}"
-    mine.train("one", model, "pipeline.schedule=emulate")
-    mine.train("three", model, "pipeline.stages=3")
+    mine.train("one", model, "pipeline.schedule=emulate", "pipeline.cutover=2")
+    mine.train("three", model, "pipeline.stages=3", "pipeline.cutover=2")
     assert_equal_weights(mine.weights("one"), mine.weights("three"))
     first, last = (mine.events("one", "step")[place]["loss"] for place in (0, -1))
     assert last < first
 
 
 def test_it_resumes_at_another_depth(mine):
-    model = "model.module=tests.train.own:tied"
-    mine.train("whole", model, "pipeline.schedule=emulate", "train.steps=8", "optim.schedule=constant")
-    mine.train(
-        "cut", model, "pipeline.stages=2", "train.steps=4", "optim.schedule=constant", "optim.warmup=1"
-    )
-    mine.train(
-        "cut", model, "pipeline.stages=3", "train.steps=8", "optim.schedule=constant", "optim.warmup=1"
-    )
-    mine.train("same", model, "pipeline.schedule=emulate", "train.steps=8", "optim.schedule=constant",
-               "optim.warmup=1")  # fmt: skip
+    common = [
+        "model.module=tests.train.own:tied",
+        "pipeline.cutover=2",
+        "optim.schedule=constant",
+        "optim.warmup=1",
+    ]
+    mine.train("cut", *common, "pipeline.stages=2", "train.steps=4")
+    mine.train("cut", *common, "pipeline.stages=3", "train.steps=8")
+    mine.train("same", *common, "pipeline.schedule=emulate", "train.steps=8")
     assert_equal_weights(mine.weights("cut"), mine.weights("same"))
 
 
