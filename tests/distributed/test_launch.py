@@ -26,7 +26,12 @@ def test_pool_runs_jobs_of_several_sizes_and_recovers(cold, capfd, monkeypatch):
             pool.run("distributed.jobs:mistake")
         with pytest.raises(StageError, match="Rank 1 was killed by SIGKILL before it finished"):
             pool.run("distributed.jobs:death")
-        assert len(pool.run("distributed.jobs:total", 0)) == 2, "the lost worker is replaced"
+        before = pool.run("distributed.jobs:total", 0)
+        assert len(before) == 2, "the lost worker is replaced"
+        pool._workers[0].kill()
+        after = pool.run("distributed.jobs:total", 0)
+        assert after[0][2] != before[0][2]
+        assert after[1][2] == before[1][2], "a rank keeps its number: DTensor's caches hold where it stood"
         monkeypatch.setattr(import_module("slipstream.distributed.launch"), "PRINTING_SECONDS", 2.0)
         with pytest.raises(StageError, match=r"No answer within .* s from rank 0, 1"):
             pool.run("distributed.jobs:stall", timeout=5)

@@ -110,11 +110,12 @@ class RankPool:
         return _collect(workers, timeout)
 
     def _replace_lost(self) -> None:
-        self._workers = [worker for worker in self._workers if worker.alive()]
-        while len(self._workers) < self._size:
-            self._workers.append(_Worker(self._environment))
+        """Each in its place: torch keeps what a process worked out as one rank, and would use it as another."""
+        lost = [i for i, worker in enumerate(self._workers) if not worker.alive()]
+        for place in (*lost, *range(len(self._workers), self._size)):
+            self._workers[place : place + 1] = [_Worker(self._environment)]
             if self._signalled is not None:
-                self._workers[-1].signal(self._signalled)
+                self._workers[place].signal(self._signalled)
 
     def signal(self, number: int) -> None:
         """Send a signal to every worker, also to those that are still to be started."""
