@@ -63,7 +63,7 @@ def shell(tmp_path):
         words = [*shlex.split(line), *more]
         process = subprocess.Popen(
             words, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            process_group=0,
+            process_group=0, preexec_fn=hears_interrupts,
         )  # fmt: skip
         if stop_at is not None:
             folder = next(word.removeprefix("run.dir=") for word in words if word.startswith("run.dir="))
@@ -74,6 +74,11 @@ def shell(tmp_path):
 
     run.place = place
     return run
+
+
+def hears_interrupts() -> None:
+    """As a terminal starts it: what a script puts into the background ignores Ctrl-C, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for_step(folder: Path, step: int) -> None:
