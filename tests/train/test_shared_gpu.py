@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError, UserError
-from slipstream.pipeline.versions import Replica
+from slipstream.pipeline.replica import Replica
 from slipstream.train.start import start
 from slipstream.train.synchronous import _as_module
 

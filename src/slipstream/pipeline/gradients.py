@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from slipstream.lists import add_, copy_
 from slipstream.optim.sharded import local  # a gradient has no graph to be detached from
 from slipstream.pipeline.peers import Gradients
-from slipstream.pipeline.versions import Replica
+from slipstream.pipeline.replica import Replica
 
 
 class Accumulator:

@@ -39,7 +39,7 @@ from slipstream.pipeline.peers import (
     to_host,
 )
 from slipstream.pipeline.placement import Grid, Placement, Ranks
-from slipstream.pipeline.versions import local
+from slipstream.pipeline.replica import local
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from torch import nn
 
 from slipstream.errors import UserError
 from slipstream.pipeline.peers import Peers
-from slipstream.pipeline.versions import Versions, local
+from slipstream.pipeline.replica import local
+from slipstream.pipeline.versions import Versions
 
 
 def collapse(versions: Versions, owned: Sequence[int]) -> None:

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from slipstream.errors import CheckpointError, UserError
 from slipstream.lists import copy_
+from slipstream.pipeline.replica import Part, Replica, local, sharded_as
 from slipstream.pipeline.update import Updater
-from slipstream.pipeline.versions import Part, Replica, Versions, local, sharded_as
+from slipstream.pipeline.versions import Versions
 
 FORMAT = 2  # 1: banks went by the number of the group that reads them
 State = dict[str, Any]

@@ -32,7 +32,8 @@ from slipstream.lists import copy_, mul_, norms
 from slipstream.optim.corrections import Correction, Publication
 from slipstream.pipeline.board import PeerLost
 from slipstream.pipeline.peers import Gradients, Heard, Peers, Tally, Wait
-from slipstream.pipeline.versions import Target, Versions, sharded_as
+from slipstream.pipeline.replica import sharded_as
+from slipstream.pipeline.versions import Target, Versions
 from slipstream.torch_private import mark_stepped, run_step_hooks
 
 logger = logging.getLogger("slipstream")
