@@ -6,7 +6,7 @@ When an action runs is the schedule's business (`runtime.py`); which weights it 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,10 +52,12 @@ class Flight:
         updater: Updater,
         depth: Depth,
         trace: Trace,
+        loss: Callable[..., Tensor],
     ) -> None:
         self._stage, self._options, self._versions = stage, options, versions
         self._links, self._updater, self._depth, self._trace = links, updater, depth, trace
-        self._accumulator = Accumulator(versions.master)
+        self._loss_of = loss
+        self._accumulator = Accumulator(versions.master, at_once=True)
         self._waiting: deque[_InFlight] = deque()
         self._spec: Spec | None = None  # of this stage's output, fixed by the first microbatch
         self.loss_kwargs: dict[str, Any] = {}  # of the group or evaluation whose forwards run
@@ -159,8 +161,7 @@ class Flight:
         return results
 
     def _loss(self, output: Any, target: Any) -> Tensor:
-        assert self._options.loss_fn is not None
-        return check_loss(self._options.loss_fn(output, target, **self.loss_kwargs))
+        return check_loss(self._loss_of(output, target, **self.loss_kwargs))
 
     def clear(self) -> None:
         self._waiting.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,20 +44,20 @@ class Replica:
     weights: list[Tensor]  # the same storage, as plain local tensors
     shards: list[FSDPModule] = field(default_factory=list)  # its parts that FSDP2 shards
     readers: set[Part] = field(default_factory=set)
-    freed: list[int] = field(default_factory=list)  # bytes of each weight's storage while it has none
+    freed: dict[int, int] = field(default_factory=dict)  # bytes of a weight's storage while it has none
 
-    def free(self) -> None:
-        """Give the memory of the weights back; the tensors stay, and mean nothing until they are written."""
-        if not self.freed:
-            storages = [weight.untyped_storage() for weight in self.weights]
-            self.freed = [storage.nbytes() for storage in storages]
-            for storage in storages:
+    def free(self, indices: Iterable[int] | None = None) -> None:
+        """Give the memory of weights back (all: None); the tensors stay, and mean nothing until they are written."""
+        for i in range(len(self.weights)) if indices is None else indices:
+            storage = self.weights[i].untyped_storage()
+            if i not in self.freed and storage.nbytes():
+                self.freed[i] = storage.nbytes()
                 storage.resize_(0)
 
-    def allocate(self) -> None:
-        for weight, size in zip(self.weights, self.freed, strict=True) if self.freed else ():
-            weight.untyped_storage().resize_(size)
-        self.freed = []
+    def allocate(self, indices: Iterable[int] | None = None) -> None:
+        for i in list(self.freed) if indices is None else indices:
+            if i in self.freed:
+                self.weights[i].untyped_storage().resize_(self.freed.pop(i))
 
 
 def check_replicas(

@@ -29,6 +29,7 @@ from slipstream.pipeline.checks import (
     check_inputs,
     named_ties,
 )
+from slipstream.pipeline.compact import check_compact
 from slipstream.pipeline.depth import Depth
 from slipstream.pipeline.flight import Flight, Result
 from slipstream.pipeline.fsdp import give_back, sum_gradients
@@ -72,6 +73,7 @@ class Schedule2BW:
         data_group: ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         shard_optimizer: bool = False,
+        compact_master: bool = False,
         prepare: Prepare | None = None,
         replicas: Sequence[nn.Module] | None = None,
         args_chunk_spec: Sequence[ChunkSpec] | None = None,
@@ -109,7 +111,7 @@ class Schedule2BW:
             bank_dtype=bank_dtype,
             prepare=prepare,
             ready=replicas,
-            parks=self._stage.device.type != "cpu" and not correction.corrects_gradient,
+            parks=not correction.corrects_gradient,
         )
         if data_reduction == "sum":
             for replica in self._versions.replicas:
@@ -122,21 +124,27 @@ class Schedule2BW:
         )  # fmt: skip
         self._peers.agree(self._versions.master.weights)
         self._versions.spread()
-        self._sharded = shard_optimizer
+        self._partial = shard_optimizer or compact_master
         if shard_optimizer:
             self._versions.owned = self._peers.owned
             collapse(self._versions, self._peers.owned)
+        if self._partial:
             refuse_to_save(self._versions)
         assert optimizer is not None
         self.optimizer = optimizer(module) if list(module.parameters()) else no_optimizer()
         check_optimizer(self._versions, self.optimizer, correction, plan.rows)
+        if compact_master:
+            versions, mixed = self._versions, self._cutover.mixed
+            check_compact(versions.master, versions.replicas, self.optimizer, mixed, correction.on_pieces)
+            versions.make_compact()
         self._updater = Updater([self._versions], self.optimizer, correction, max_grad_norm, self._peers)
         self._updater.wait_for = self._links.wait_for
         self._trace = Trace(self._stage.index, self._stage.device)
         self._updater.timing = lambda group: self._trace.action(Kind.UPDATE, group, version=group + 1)
         self._flight = Flight(
-            self._stage, options, self._versions, self._links, self._updater, self._depth, self._trace
-        )
+            self._stage, options, self._versions, self._links, self._updater, self._depth, self._trace,
+            self._loss,
+        )  # fmt: skip
         self._failed: str | None = None
         self._closed = False
         self.group = 0  # groups handed in
@@ -214,6 +222,10 @@ class Schedule2BW:
             results = self._flight.evaluate(microbatches, has_target, return_outputs)
         return self._results(results, losses, return_outputs)
 
+    def _loss(self, output: Any, target: Any, **kwargs: Any) -> Tensor:
+        assert self.loss_fn is not None
+        return self.loss_fn(output, target, **kwargs)
+
     def _results(self, results: list[Result], losses: list[Tensor] | None, return_outputs: bool) -> Any:
         if not self._stage.last:
             return None
@@ -227,21 +239,22 @@ class Schedule2BW:
     @property
     def master(self) -> nn.Module:
         """The module with the newest weights this stage has (call `drain` for those of every group handed in)."""
-        if self._sharded:
+        if self._partial:
             raise UserError(
-                "The optimizer is sharded: no rank holds the whole master. Use `with schedule.gathered_master() as "
-                "module`, on all ranks together."
+                "No rank holds the whole master: the optimizer is sharded, or the master compact. Use `with "
+                "schedule.gathered_master() as module`, on all ranks together."
             )
         return self._versions.module
 
     @contextlib.contextmanager
     def gathered_master(self) -> Iterator[nn.Module]:
-        """The whole master, gathered from its owners where the optimizer is sharded: on all ranks together, as it
-        drains (an update that is under way on one data rank would take its gather for that of another's bank)."""
-        if self._sharded:
+        """The whole master, gathered from its owners where the optimizer is sharded and put together where it is
+        compact: on all ranks together, as it drains (an update that is under way on one data rank would take its gather
+        for that of another's bank)."""
+        if self._partial:
             self.drain()
         try:
-            with materialised(self._versions, self._peers) if self._sharded else contextlib.nullcontext():
+            with materialised(self._versions, self._peers) if self._partial else contextlib.nullcontext():
                 yield self._versions.module
         finally:
             give_back(self._versions.master.shards)  # a forward may have left it whole, and soon stale
@@ -250,13 +263,9 @@ class Schedule2BW:
         """The master was changed from outside (weights loaded, averaged, pruned): the groups to come read it, as after
         a flush. On all ranks together; data ranks and tied weights take the values of the first of them."""
         self.drain()
-        with torch.no_grad():
-            if not self._sharded:
-                self._peers.agree(self._versions.master.weights)
+        with torch.no_grad(), self.gathered_master():
+            self._peers.agree(self._versions.master.weights)
             self._versions.spread()
-            for replica in self._versions.replicas:
-                for step in self._peers.gather(replica.weights):
-                    step.wait()
 
     def capture(self) -> states.State:
         """The state at the boundary this stage has reached, without draining: for `after_update`. Its tensors are the

@@ -19,8 +19,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,23 +28,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slipstream.errors import UserError
-from slipstream.lists import copy_, mul_, norms
-from slipstream.optim.corrections import Correction, Publication
+from slipstream.lists import norms
+from slipstream.optim.corrections import Correction
 from slipstream.pipeline.board import PeerLost
 from slipstream.pipeline.peers import Gradients, Heard, Peers, Tally, Wait
-from slipstream.pipeline.replica import sharded_as
-from slipstream.pipeline.versions import Target, Versions
-from slipstream.torch_private import mark_stepped, run_step_hooks
+from slipstream.pipeline.stepping import Stepping, Written
+from slipstream.pipeline.versions import Versions
+from slipstream.torch_private import mark_stepped
 
 logger = logging.getLogger("slipstream")
 RECENT_GROUPS = 64  # how many groups back norms and skips can be asked for
-
-
-@runtime_checkable
-class InParts(Protocol):
-    """An optimizer that hands out what its step waits for (sharded matrices under way) instead of blocking."""
-
-    def step_in_parts(self) -> Iterator[Wait]: ...
 
 
 class Updater:
@@ -79,6 +72,7 @@ class Updater:
         self._values: dict[int, list[dict[str, Any]]] = {}  # hyperparameters by group, corrected
         self._entered: dict[int, list[dict[str, Any]]] = {}  # as they were given
         self._own_keys: set[str] = set()  # keys of parameter groups that the optimizer itself changes
+        self._stepping = Stepping(self.versions, optimizer, correction, peers.owned)
         mark_stepped(optimizer)
 
     def hold(self, copied: torch.cuda.Event) -> None:
@@ -192,98 +186,31 @@ class Updater:
         while self._copies:
             self._copies.pop().wait(torch.cuda.current_stream(self.parameters[0].device))
         finite = math.isfinite(norm)
-        targets = []
+        targets: list[Written] = []
         for versions in self.versions:
             versions.release(group)
             targets += [(versions, target) for target in versions.targets(group + 1)]
-        rest: Iterator[Wait] = iter(())
+        if not finite:
+            self.skipped += 1
+            logger.warning(
+                "The gradient of group %d is not finite: its update is skipped (%d so far).",
+                group,
+                self.skipped,
+            )
+        hyperparameters = partial(self._hyperparameters, group)
         with self.timing(group):
-            # z_g must outlive the step where the correction extrapolates from it: in the dying bank if it can.
-            previous = [self._previous(*target) if finite else None for target in targets]
             if finite:
-                rest = self._step(group, grads, norm)
-            else:
-                self.skipped += 1
-                logger.warning(
-                    "The gradient of group %d is not finite: its update is skipped (%d so far).",
-                    group, self.skipped,
-                )  # fmt: skip
-            waiting = next(rest, None)
-            if waiting is None:
-                self._spend(grads)
-                self._publish(group, targets, previous, finite)
+                self._stepping.clip(grads, self.max_grad_norm, norm)
+            work = self._stepping.written(grads, targets, finite, hyperparameters)
+            waiting = next(work, None)
         if waiting is not None:  # the optimizer works in parts, and some are still under way
-            yield from chain([waiting], rest)
-            with self.timing(group):
-                self._spend(grads)
-                self._publish(group, targets, previous, finite)
-        del previous
+            yield waiting
+            yield from work
         self._values.pop(group)
         self._entered.pop(group)
         torch.clear_autocast_cache()  # of a caller under autocast: its casts are of the weights before
         for _, target in targets:
             yield from self.peers.gather(target.replica.weights)
-
-    def _spend(self, grads: Gradients) -> None:
-        """The gradients have been used: their memory is free for the weights that are now written."""
-        for index in self.peers.owned:
-            self.parameters[index].grad = None
-        grads.clear()
-
-    def _publish(
-        self,
-        group: int,
-        targets: Sequence[tuple[Versions, Target]],
-        previous: Sequence[list[Tensor] | None],
-        finite: bool,
-    ) -> None:
-        """Write z_{g+1} or b_{g+1} into every replica that will be read, as far as this rank owns it."""
-        for (versions, target), old in zip(targets, previous, strict=True):
-            target.replica.allocate()
-            banks = [target.replica.weights[i] for i in versions.owned]
-            new = [versions.master.weights[i] for i in versions.owned]
-            if finite and target.read.kind == "bank":
-                params = [versions.master.parameters[i] for i in versions.owned]
-                with self._hyperparameters(group):  # a correction may predict with the learning rate
-                    self.correction.publish(
-                        Publication(banks, new, old, self.optimizer, params, versions.delay)
-                    )
-            else:
-                copy_(banks, new)
-
-    def _previous(self, versions: Versions, target: Target) -> list[Tensor] | None:
-        if target.read.kind != "bank" or not self.correction.needs_previous:
-            return None
-        weights = versions.master.weights
-        target.replica.allocate()
-        banks = target.replica.weights
-        old = []
-        for i in versions.owned:
-            same = banks[i].dtype == weights[i].dtype
-            old.append(banks[i] if same else torch.empty_like(weights[i]))
-        copy_(old, [weights[i] for i in versions.owned])
-        return old
-
-    def _step(self, group: int, grads: Gradients, norm: float) -> Iterator[Wait]:
-        """Step the master; what an optimizer that works in parts still waits for is returned."""
-        if self.max_grad_norm is not None:
-            factor = self.max_grad_norm / (norm + 1e-6)
-            if factor < 1.0:
-                mul_([g for i in self.peers.owned if (g := grads[i]) is not None], factor)
-        for index in self.peers.owned:
-            parameter, grad = self.parameters[index], grads[index]
-            parameter.grad = None if grad is None else sharded_as(parameter, grad)
-        rest: Iterator[Wait] = iter(())
-        first = None
-        with self._hyperparameters(group):
-            if isinstance(self.optimizer, InParts):
-                # Gradients and hyperparameters are taken at the first part, so the live values return at once.
-                rest = _with_hooks(self.optimizer, self.optimizer.step_in_parts())
-                first = next(rest, None)
-            else:
-                with torch.no_grad():
-                    self.optimizer.step()
-        return rest if first is None else chain([first], rest)
 
     @contextlib.contextmanager
     def _hyperparameters(self, group: int) -> Iterator[None]:
@@ -314,13 +241,6 @@ class _Awaited:
 
     def wait(self) -> None:
         assert self.is_completed()
-
-
-def _with_hooks(optimizer: Optimizer, parts: Iterator[Wait]) -> Iterator[Wait]:
-    """A step in parts, with the hooks that torch calls before and after `step`."""
-    run_step_hooks(optimizer, before=True)
-    yield from parts
-    run_step_hooks(optimizer, before=False)
 
 
 class _Transaction:

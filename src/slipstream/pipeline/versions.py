@@ -6,6 +6,9 @@ autograd. A microbatch reads what `schedule.staleness.reads` says: z_g through a
 master, or a bank. Invariant: a replica is written only when every group that reads it has finished its last
 backward, so `delay + 1` replicas are enough, and one more where a group has an old part and a fresh one and banks are
 not the master (b_{g-1}, z_g and b_g are then alive at once).
+
+With `compact` the master has no memory between updates: its upper half is the replica that holds z_g, which is kept for
+it whoever reads it (`compact.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from slipstream.lists import copy_
+from slipstream.pipeline.compact import Compact
+from slipstream.pipeline.halves import round_into
 from slipstream.pipeline.modules import refuse_changed_buffers
 from slipstream.pipeline.replica import (
     Part,
@@ -31,6 +36,8 @@ from slipstream.pipeline.replica import (
 )
 from slipstream.schedule.cutover import Cutover
 from slipstream.schedule.staleness import Read, reads
+
+THE_MASTER: Part = (-1, True)  # reads the replica that is its upper half
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,7 @@ class Versions:
             for replica in self.replicas:
                 copy_fixed(self.master.module, replica.module)
         self.owned = list(range(len(self.names)))  # fewer where the optimizer is sharded
+        self.compact: Compact | None = None
         self.partial = False  # the master holds what is owned, and nothing for the rest
         self._reading: dict[Part, Replica] = {}
         self.buffers = [name for name, _ in master.named_buffers() if name not in not_saved]
@@ -98,7 +106,7 @@ class Versions:
             if self._parks and not replica.readers:
                 replica.free()
             else:
-                copy_(replica.weights, self.master.weights)
+                round_into(replica.weights, self.master.weights)
 
     def reads(self, group: int, microbatch: int) -> Read:
         """What a microbatch reads: the master or the bank of an index."""
@@ -123,16 +131,32 @@ class Versions:
     def release(self, group: int) -> None:
         """The last backward of `group` is done: nothing of it reads its replicas any more."""
         for part in ((group, False), (group, True)):
-            replica = self._reading.pop(part, None)
+            replica = self._let_go(part)
             if replica is not None:
-                replica.readers.discard(part)
                 refuse_changed_buffers(self._unchecked, self.module, replica.module)
         self._unchecked = []  # the first group tells
+
+    def _let_go(self, part: Part) -> Replica | None:
+        replica = self._reading.pop(part, None)
+        if replica is not None:
+            replica.readers.discard(part)
+        return replica
+
+    def make_compact(self) -> None:
+        """Before the first group: the master gives its memory back."""
+        holds_z = next(iter(self._reading.values()))  # they all do
+        self.compact = Compact(self.master, self.owned, holds_z)
+        self._reading[THE_MASTER] = holds_z
+        holds_z.readers.add(THE_MASTER)
+        self.partial = True
 
     def targets(self, index: int) -> list[Target]:
         """Where z_index and b_index go, and note their readers. Called once for each index, in order. A replica that
         was freed has yet to be allocated: whoever writes it knows when."""
         wanted: dict[Read, list[Part]] = {}
+        if self.compact is not None:
+            self._let_go(THE_MASTER)
+            wanted[Read("master", index)] = [THE_MASTER]
         for group in range(index, index + self.delay + 1):
             for part, read in self.parts(group):
                 if read.index == index:
@@ -170,6 +194,8 @@ class Versions:
                 replica.free()
 
     def _is_done(self, part: Part, group: int, microbatch: int) -> bool:
+        if part == THE_MASTER:
+            return False
         last = self.cutover.microbatches if part[1] else self.cutover(part[0])
         return (part[0], last - 1) <= (group, microbatch)
 
@@ -178,8 +204,9 @@ class Versions:
 
         What the fresh part of such a group reads is the master.
         """
-        found = {group: replica for (group, fresh), replica in self._reading.items() if fresh}
-        return found | {group: replica for (group, fresh), replica in self._reading.items() if not fresh}
+        reading = {part: replica for part, replica in self._reading.items() if part != THE_MASTER}
+        found = {group: replica for (group, fresh), replica in reading.items() if fresh}
+        return found | {group: replica for (group, fresh), replica in reading.items() if not fresh}
 
     def apart(self, boundary: int) -> dict[int, Replica]:
         """A replica for each group from `boundary` on, shared with no other; what is not published yet has one too.
@@ -230,7 +257,9 @@ class Versions:
             replica = self._assign(Read(kind, 0), parts, own.get(parts[0]), others).replica
             replica.allocate()
             tensors = weights[parts[0]]
-            copy_([replica.weights[i] for i in tensors], list(tensors.values()))
+            round_into([replica.weights[i] for i in tensors], list(tensors.values()))
+        if self.compact is not None:
+            self.compact.take(weights[THE_MASTER], self._reading[THE_MASTER])
         for replica in self.replicas if self._parks else ():
             if not replica.readers:
                 replica.free()
