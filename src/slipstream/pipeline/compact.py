@@ -74,8 +74,9 @@ class Compact:
         """The newest weights once more, in `high` and in others: no step was made."""
         for replica in (high, *others):
             if replica is not self._high:
-                replica.allocate()
-                copy_(replica.weights, self._high.weights)
+                indices = list(self._low)
+                replica.allocate(indices)
+                copy_([replica.weights[i] for i in indices], [self._high.weights[i] for i in indices])
         self._high = high
 
     def open(self, indices: Sequence[int] | None = None) -> None:

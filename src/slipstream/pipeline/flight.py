@@ -107,6 +107,8 @@ class Flight:
                 microbatches,
             )  # of those that read this replica
             before_backward(replica.shards, last)
+            if index == 0:
+                self._updater.settle()
             self._accumulator.enter(replica)
             if roots:
                 torch.autograd.backward(roots, grads)
@@ -134,7 +136,10 @@ class Flight:
         while self._waiting and self._waiting[0].group <= update:
             self.backward()
         try:
-            self._updater.finish(update)
+            if self._versions.reads(group, microbatch).kind == "bank":
+                self._updater.finish_bank(update)
+            else:
+                self._updater.finish(update)
         except PeerLost as error:
             lost = self._links.lost_neighbour()
             if lost is None:

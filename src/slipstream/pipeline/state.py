@@ -74,7 +74,7 @@ def capture(updater: Updater, *, at_rest: bool = False) -> State:
                 state["memory"][name] = memory
         published = set(versions.banks())
         for group, replica in _banks_of(versions, updater.completed, at_rest).items():
-            if replica.freed:
+            if any(i in replica.freed for i in versions.owned):
                 raise UserError(
                     f"The bank of group {group} is gone, as its old part is done. Call capture() in after_update, "
                     "where the state at a boundary is whole, or state_dict(), which drains."

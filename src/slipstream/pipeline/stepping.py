@@ -97,7 +97,7 @@ class Stepping:
         """z_g, kept where a bank is made from it."""
         if target.read.kind != "bank" or not self._correction.needs_previous:
             return None
-        target.replica.allocate()
+        target.replica.allocate(versions.owned)
         weights, banks = versions.master.weights, target.replica.weights
         old = []
         for i in versions.owned:
@@ -118,7 +118,7 @@ class Stepping:
         self._spend(grads, self._owned)
         grads.clear()
         for (versions, target), old in zip(targets, previous, strict=True):
-            target.replica.allocate()
+            target.replica.allocate(versions.owned)
             if finite and target.read.kind == "bank":
                 with hyperparameters():  # a correction may predict with the learning rate
                     self._correct(versions, target, versions.owned, old)
@@ -170,9 +170,6 @@ class Stepping:
                     self._correct(versions, target, bucket, old)
         if in_parts:
             run_step_hooks(self._optimizer, before=False)
-        for target in banks:
-            target.replica.allocate()  # what other data ranks own
-        high.allocate()
         grads.clear()
 
 

@@ -17,8 +17,9 @@ import contextlib
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ from slipstream.optim.corrections import Correction
 from slipstream.pipeline.board import PeerLost
 from slipstream.pipeline.peers import Gradients, Heard, Peers, Tally, Wait
 from slipstream.pipeline.stepping import Stepping, Written
-from slipstream.pipeline.versions import Versions
+from slipstream.pipeline.versions import Target, Versions
 from slipstream.torch_private import mark_stepped
 
 logger = logging.getLogger("slipstream")
@@ -69,6 +70,8 @@ class Updater:
         self.timing: Callable[[int], AbstractContextManager[None]] = lambda group: contextlib.nullcontext()
         self._copies: list[torch.cuda.Event] = []  # of the live state, under way on other streams
         self._pending: deque[_Transaction] = deque()
+        self._gathers: deque[_Transaction] = deque()  # of banks, put off until there is room
+        self._reduced = -1  # the last group whose gradients are with their owners
         self._values: dict[int, list[dict[str, Any]]] = {}  # hyperparameters by group, corrected
         self._entered: dict[int, list[dict[str, Any]]] = {}  # as they were given
         self._own_keys: set[str] = set()  # keys of parameter groups that the optimizer itself changes
@@ -101,6 +104,8 @@ class Updater:
 
     def begin(self, group: int, grads: Gradients) -> None:
         """The last backward of `group` is done; `grads` now belong to its update."""
+        for gather in self._gathers:  # before the reductions of this update, on every data rank
+            gather.start()
         self._pending.append(_Transaction(group, self._steps(group, grads)))
         self.advance()
 
@@ -117,6 +122,26 @@ class Updater:
             self._pending[0].advance(self.wait_for)
             if self._pending[0].done:
                 self._pending.popleft()
+        while self._gathers and self._gathers[0].ready():
+            self._gathers[0].advance(self.wait_for)
+            if self._gathers[0].done:
+                self._gathers.popleft()
+
+    def settle(self) -> None:
+        """Before a new sum of gradients is begun: those of the update under way go to their owners, and what is not
+        owned here is dropped. Where gradients are not sharded there is nothing to drop."""
+        if len(self.peers.owned) == len(self.parameters):
+            return
+        while self._pending and self._reduced < self._pending[0].group:
+            self._pending[0].advance(self.wait_for)
+
+    def finish_bank(self, group: int) -> None:
+        """Block until the bank that update `group` published is whole."""
+        self.finish(group)
+        while self._gathers and self._gathers[0].group <= group:
+            self._gathers[0].advance(self.wait_for)
+            if self._gathers[0].done:
+                self._gathers.popleft()
 
     def finish(self, group: int) -> None:
         """Block until update `group` and all before it are done."""
@@ -134,11 +159,11 @@ class Updater:
                 ) from error
 
     def finish_all(self) -> None:
-        if self._pending:
-            self.finish(self._pending[-1].group)
+        self.finish_bank(max((each.group for each in (*self._pending, *self._gathers)), default=-1))
 
     def _steps(self, group: int, grads: Gradients) -> Iterator[Wait]:
         yield from self.peers.reduce(grads)
+        self._reduced = group
         yield from self.peers.tie(grads)
         if self.correction.corrects_gradient:
             self._correct_gradient(group, grads)
@@ -152,7 +177,12 @@ class Updater:
             # Sharded matrices travel between data ranks, as FSDP's own collectives do in every microbatch: their order
             # must be the same on all of these ranks, so they start where all of them wait for this update.
             yield _Awaited(self, group)
-        yield from self._step_and_publish(group, grads, norm)
+        targets = yield from self._step_and_publish(group, grads, norm)
+        for versions, target in targets:
+            if self._put_off(versions, target):
+                self._gathers.append(_Transaction(group, self._gather_late(versions, target, group)))
+            else:
+                yield from self._gather(target)
         self.completed = group + 1
         if self.after_update is not None:
             self.in_hook = True
@@ -182,7 +212,22 @@ class Updater:
         left, zero = iter(found), torch.zeros_like(found[0])
         return torch.stack([next(left) if counts else zero for counts in counted]).to(torch.float64).square_()
 
-    def _step_and_publish(self, group: int, grads: Gradients, norm: float) -> Iterator[Wait]:
+    def _put_off(self, versions: Versions, target: Target) -> bool:
+        """A bank is not read before the group after next: until the one before it is dead, its owners keep it."""
+        sharded = len(self.peers.owned) < len(self.parameters)
+        return sharded and versions.parks and target.read.kind == "bank" and not self.peers.in_step
+
+    def _gather_late(self, versions: Versions, target: Target, group: int) -> Iterator[Wait]:
+        yield _Room(versions, group + 1)
+        yield from self._gather(target)
+
+    def _gather(self, target: Target) -> Iterator[Wait]:
+        target.replica.allocate()
+        yield from self.peers.gather(target.replica.weights)
+
+    def _step_and_publish(
+        self, group: int, grads: Gradients, norm: float
+    ) -> Generator[Wait, None, list[Written]]:
         while self._copies:
             self._copies.pop().wait(torch.cuda.current_stream(self.parameters[0].device))
         finite = math.isfinite(norm)
@@ -209,8 +254,7 @@ class Updater:
         self._values.pop(group)
         self._entered.pop(group)
         torch.clear_autocast_cache()  # of a caller under autocast: its casts are of the weights before
-        for _, target in targets:
-            yield from self.peers.gather(target.replica.weights)
+        return targets
 
     @contextlib.contextmanager
     def _hyperparameters(self, group: int) -> Iterator[None]:
@@ -228,6 +272,20 @@ class Updater:
                     self._own_keys.add(key)  # a step counter, say: the optimizer's own business
                 elif key in now and key not in self._own_keys:
                     entry[key] = now[key]
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Until the bank that a group reads is given back; whoever has to go on goes on without."""
+
+    versions: Versions
+    group: int
+
+    def is_completed(self) -> bool:
+        return self.versions.gave_back(self.group)
+
+    def wait(self) -> None:
+        pass
 
 
 class _Awaited:
@@ -255,9 +313,14 @@ class _Transaction:
     def ready(self) -> bool:
         return not self.done and (self._waiting is None or self._waiting.is_completed())
 
+    def start(self) -> None:
+        """Past what a put-off gather waits for: its collectives are queued."""
+        while not self.done and (self._waiting is None or isinstance(self._waiting, _Room)):
+            self.advance(lambda wait: wait.wait())
+
     def advance(self, wait_for: Callable[[Wait], object]) -> None:
         """Run to the next wait. Where this one is completed, waiting only collects an error or orders CUDA streams."""
-        if self._waiting is not None:
+        if self._waiting is not None and not isinstance(self._waiting, _Room):
             try:
                 wait_for(self._waiting)
             except RuntimeError as error:  # gloo and NCCL report a lost peer so

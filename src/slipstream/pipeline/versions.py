@@ -96,14 +96,14 @@ class Versions:
         self._unchecked = [name for name in self.buffers if name not in caches(master)]
         # FSDP2 keeps views of its shards' memory; those are small.
         cut = any(isinstance(p, DTensor) for p in self.master.parameters)
-        self._parks = parks and len(self.replicas) > delay + 1 and not cut
+        self.parks = parks and len(self.replicas) > delay + 1 and not cut
         self.targets(0)
         self.spread()
 
     def spread(self) -> None:
         """Before the first group: every replica that is read as the master is."""
         for replica in self.replicas:
-            if self._parks and not replica.readers:
+            if self.parks and not replica.readers:
                 replica.free()
             else:
                 round_into(replica.weights, self.master.weights)
@@ -185,13 +185,18 @@ class Versions:
 
         A group's bank stays until the update before it is `completed`: a state captured then has to have it.
         """
-        if not self._parks:
+        if not self.parks:
             return
         for replica in self.replicas:
             if replica.readers and all(
                 self._is_done(part, group, microbatch) and completed >= part[0] for part in replica.readers
             ):
                 replica.free()
+
+    def gave_back(self, group: int) -> bool:
+        """Whether the bank of a group has no memory any more."""
+        replica = self._reading.get((group, False))
+        return replica is None or bool(replica.freed)
 
     def _is_done(self, part: Part, group: int, microbatch: int) -> bool:
         if part == THE_MASTER:
@@ -260,7 +265,7 @@ class Versions:
             round_into([replica.weights[i] for i in tensors], list(tensors.values()))
         if self.compact is not None:
             self.compact.take(weights[THE_MASTER], self._reading[THE_MASTER])
-        for replica in self.replicas if self._parks else ():
+        for replica in self.replicas if self.parks else ():
             if not replica.readers:
                 replica.free()
 
