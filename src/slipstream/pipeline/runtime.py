@@ -143,7 +143,7 @@ class Schedule2BW:
         self._updater.timing = lambda group: self._trace.action(Kind.UPDATE, group, version=group + 1)
         self._flight = Flight(
             self._stage, options, self._versions, self._links, self._updater, self._depth, self._trace,
-            self._loss,
+            self._loss, plan.grid.alone,
         )  # fmt: skip
         self._failed: str | None = None
         self._closed = False

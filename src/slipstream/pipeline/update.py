@@ -129,7 +129,7 @@ class Updater:
 
     def settle(self) -> None:
         """Before a new sum of gradients is begun: those of the update under way go to their owners, and what is not
-        owned here is dropped. Where gradients are not sharded there is nothing to drop."""
+        owned here is dropped. Where the optimizer is not sharded there is nothing to drop."""
         if len(self.peers.owned) == len(self.parameters):
             return
         while self._pending and self._reduced < self._pending[0].group:

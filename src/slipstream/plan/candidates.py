@@ -14,11 +14,12 @@ from math import inf
 
 from slipstream.errors import UserError
 from slipstream.plan.layout import Job
-from slipstream.plan.memory import StageMemory, peak_activation_bytes, weights_memory
+from slipstream.plan.memory import AT_ONCE_BYTES, StageMemory, peak_activation_bytes, weights_memory
 from slipstream.plan.partition import partition
 from slipstream.plan.parts import LOSS_SCRATCH_MOST, build_model, stage_parts, stage_seconds
 from slipstream.plan.throughput import Shape, StageTimes, rank_of, stage_times
 from slipstream.schedule.actions import Schedule
+from slipstream.schedule.cutover import free_cutover
 from slipstream.schedule.generate import build, canonical
 
 SCHEDULES = ("pipedream_2bw", "1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
@@ -141,9 +142,9 @@ class Fitter:
         ranks: list[list[range]] = [[] for _ in range(shape.stages)]
         for stage, layers in enumerate(cut):
             ranks[rank_of(stage, shape)].append(layers)
-        return tuple(self._rank(shape, mine, activations[rank]) for rank, mine in enumerate(ranks))
+        return tuple(self._rank(shape, mine, activations[rank], rank) for rank, mine in enumerate(ranks))
 
-    def _rank(self, shape: Shape, chunks: Sequence[range], activations: float) -> StageMemory:
+    def _rank(self, shape: Shape, chunks: Sequence[range], activations: float, rank: int) -> StageMemory:
         job, model = self.job, self.model
         parts = [part for layers in chunks for part in stage_parts(model, layers)]
         weights = weights_memory(
@@ -154,7 +155,8 @@ class Fitter:
             correction=job.correction.split("+")[0],
             precision=job.precision,
             shards=shape.data_ranks if shape.shard_optimizer else 1,
-            waiting=shape.stages * shape.data_ranks > 1,
+            waiting=shape.data_ranks > 1 or rank > 0,
+            fresh=shape.asynchronous and free_cutover(shape.stages, shape.microbatches) < shape.microbatches,
         )
         size = shape.microbatch_size
         head = layer = 0.0
@@ -168,8 +170,10 @@ class Fitter:
         # gradients there in the banks' precision; an update runs, when no microbatch is half done.
         working = max(head, layer)
         narrow = job.precision.bank if job.precision.bank != job.precision.gradient else 0
+        most = AT_ONCE_BYTES if shape.asynchronous else inf
         backward_ends = max(
-            narrow * sum(part.parameters for part in stage_parts(model, layers)) - self._held(layers, shape)
+            min(most, narrow * sum(part.parameters for part in stage_parts(model, layers)))
+            - self._held(layers, shape)
             for layers in chunks
         )
         update_runs = weights.transient - min(self._held(layers, shape) for layers in chunks)
@@ -202,7 +206,7 @@ class Fitter:
             def held(layers: int, stage: int = stage, in_flight: float = in_flight) -> float:
                 first = 0 if stage == 0 else count - layers if stage == shape.stages - 1 else 1
                 segment = range(first, first + layers)
-                return self._rank(shape, [segment], in_flight * self._held(segment, shape)).total
+                return self._rank(shape, [segment], in_flight * self._held(segment, shape), stage).total
 
             choices = range(1, count - shape.stages + 2)  # every other stage has a layer at least
             most.append(bisect_right(choices, room, key=held))
