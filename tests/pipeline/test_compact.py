@@ -81,7 +81,7 @@ def test_wrong_use_says_what_to_change(pool):
                 "pipeline.cutover_jobs:one", ranks=1, compact_master=True, **{**EF, "cutover": 2, **options}
             )
 
-    refused("no group has an old part and a fresh one", cutover=M)
+    refused("no group has both an old part and a fresh one", cutover=M)
     refused("bank_dtype=torch.bfloat16", bank_dtype=None)
     refused("Adadelta does not allow", optimizer=tiny.adadelta)
     for message in pool.run("pipeline.cutover_jobs:unread", ranks=1, **EF)[0]:

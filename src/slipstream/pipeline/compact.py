@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from slipstream.errors import UserError
 from slipstream.lists import copy_
 from slipstream.optim.muon import Muon
 from slipstream.pipeline.halves import join, split
@@ -42,6 +41,11 @@ class Halves:
         found = torch.empty(self.high.shape, dtype=torch.float32, device=self.high.device)
         join([self.high], [self.low], [found])
         return found
+
+
+def whole(value: Tensor | Halves) -> Tensor:
+    """A captured tensor, put together if it is in halves."""
+    return value.whole() if isinstance(value, Halves) else value
 
 
 class Compact:
@@ -123,35 +127,31 @@ def steps_apart(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, Muon) or (type(optimizer) in STEPS_APART and not has_step_hooks(optimizer))
 
 
-def check_compact(
+def not_compact(
     master: Replica, replicas: Sequence[Replica], optimizer: Optimizer, mixed: bool, on_pieces: bool
-) -> None:
-    """Refuse what a compact master cannot do, by name."""
+) -> str | None:
+    """Why a master cannot be kept in halves, and what to change; None where it can. `mixed`: a group has an old part
+    and a fresh one; `on_pieces`: the correction takes each element for itself."""
     if not mixed:
-        raise UserError(
-            "compact_master keeps the master in the weights that the fresh part of a group reads, and with this "
-            "cutover no group has an old part and a fresh one. Set cutover between 1 and m - 1, or leave it out."
+        return (
+            "the fresh part of a group reads the master's upper half, and with this cutover no group has both an old "
+            "part and a fresh one. Set cutover between 1 and m - 1."
         )
     if any(isinstance(p, DTensor) for p in master.parameters):
-        raise UserError("compact_master does not go with sharded parameters (DTensor): leave it out.")
+        return "its parameters are sharded (DTensor)."
     for replica in replicas:
         for parameter, own in zip(replica.parameters, master.parameters, strict=True):
             if (own.dtype, parameter.dtype) != (torch.float32, torch.bfloat16):
-                raise UserError(
-                    f"compact_master is for a float32 module with bfloat16 banks, not {own.dtype} with "
-                    f"{parameter.dtype}. Set bank_dtype=torch.bfloat16."
+                return (
+                    f"it takes a float32 module with bfloat16 banks, not {own.dtype} with {parameter.dtype}. Set "
+                    "bank_dtype=torch.bfloat16."
                 )
     for weight in master.weights:
-        if (
-            weight.stride()
-            and 0 not in weight.stride()
-            and weight.untyped_storage().nbytes() != weight.nbytes
-        ):
-            raise UserError("compact_master needs parameters that share no memory with other tensors.")
+        if 0 not in weight.stride() and weight.untyped_storage().nbytes() != weight.nbytes:
+            return "its parameters share memory with other tensors."
     if not steps_apart(optimizer):
-        raise UserError(
-            f"compact_master steps some parameters and then others, which {type(optimizer).__name__} does not allow "
-            "(or it has step hooks). Use muon, adamw, nadamw or sgd without hooks, or leave it out."
+        return (
+            f"some parameters are stepped and then others, which {type(optimizer).__name__} does not allow, or it has "
+            "step hooks. Use muon, adamw, nadamw or sgd without hooks."
         )
-    if not on_pieces:
-        raise UserError("compact_master needs a correction that works on each element alone: error_feedback.")
+    return None if on_pieces else "the correction measures whole tensors. Use error_feedback."

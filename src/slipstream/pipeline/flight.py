@@ -53,14 +53,10 @@ class Flight:
         depth: Depth,
         trace: Trace,
         loss: Callable[..., Tensor],
-        alone: bool,
     ) -> None:
-        """`alone`: no other rank holds this stage."""
         self._stage, self._options, self._versions = stage, options, versions
         self._links, self._updater, self._depth, self._trace = links, updater, depth, trace
         self._loss_of = loss
-        # The last stage to be done with a group, without data ranks: the norm is a message away.
-        self._hears_at_once = stage.first and stage.count > 1 and alone
         self._accumulator = Accumulator(versions.master, at_once=True)
         self._waiting: deque[_InFlight] = deque()
         self._spec: Spec | None = None  # of this stage's output, fixed by the first microbatch
@@ -105,9 +101,10 @@ class Flight:
             roots = [output for output in outputs if output.requires_grad]
             grads = self._links.receive_gradients(group, index)
         microbatches = self._options.n_microbatches
-        if index == 0:  # a new sum: the one before it gives its memory back as far as that takes no waiting
-            if self._hears_at_once:
-                self._finish(group - 1)
+        if (
+            index == 0
+        ):  # a new sum: the one before it gives its memory back, as far as other stages are not needed
+            self._updater.advance()
             self._updater.settle()
         with self._trace.action(Kind.BACKWARD, group, index, self._versions.reads(group, index).index):
             last = index + 1 in (
@@ -142,9 +139,6 @@ class Flight:
         while self._waiting and self._waiting[0].group <= update:
             self.backward()
         bank = self._versions.reads(group, microbatch).kind == "bank"
-        self._finish(update, bank, f" before group {group}, microbatch {microbatch}")
-
-    def _finish(self, update: int, bank: bool = False, when: str = "") -> None:
         try:
             if bank:
                 self._updater.finish_bank(update)
@@ -154,7 +148,9 @@ class Flight:
             lost = self._links.lost_neighbour()
             if lost is None:
                 raise
-            raise StageError(f"{error}. {lost} closed its connection{when}.") from error
+            raise StageError(
+                f"{error}. {lost} closed its connection before group {group}, microbatch {microbatch}."
+            ) from error
 
     def evaluate(
         self, microbatches: Sequence[Microbatch], has_target: bool, keep_output: bool

@@ -29,7 +29,7 @@ from slipstream.pipeline.checks import (
     check_inputs,
     named_ties,
 )
-from slipstream.pipeline.compact import check_compact
+from slipstream.pipeline.compact import not_compact
 from slipstream.pipeline.depth import Depth
 from slipstream.pipeline.flight import Flight, Result
 from slipstream.pipeline.fsdp import give_back, sum_gradients
@@ -73,7 +73,7 @@ class Schedule2BW:
         data_group: ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         shard_optimizer: bool = False,
-        compact_master: bool = False,
+        compact_master: bool | None = False,
         prepare: Prepare | None = None,
         replicas: Sequence[nn.Module] | None = None,
         args_chunk_spec: Sequence[ChunkSpec] | None = None,
@@ -124,30 +124,36 @@ class Schedule2BW:
         )  # fmt: skip
         self._peers.agree(self._versions.master.weights)
         self._versions.spread()
-        self._partial = shard_optimizer or compact_master
         if shard_optimizer:
             self._versions.owned = self._peers.owned
             collapse(self._versions, self._peers.owned)
-        if self._partial:
-            refuse_to_save(self._versions)
         assert optimizer is not None
         self.optimizer = optimizer(module) if list(module.parameters()) else no_optimizer()
         check_optimizer(self._versions, self.optimizer, correction, plan.rows)
-        if compact_master:
-            versions, mixed = self._versions, self._cutover.mixed
-            check_compact(versions.master, versions.replicas, self.optimizer, mixed, correction.on_pieces)
-            versions.make_compact()
+        compact = compact_master is not False and self._made_compact(correction, needed=bool(compact_master))
+        self._partial = shard_optimizer or compact
+        if self._partial:
+            refuse_to_save(self._versions)
         self._updater = Updater([self._versions], self.optimizer, correction, max_grad_norm, self._peers)
         self._updater.wait_for = self._links.wait_for
         self._trace = Trace(self._stage.index, self._stage.device)
         self._updater.timing = lambda group: self._trace.action(Kind.UPDATE, group, version=group + 1)
         self._flight = Flight(
             self._stage, options, self._versions, self._links, self._updater, self._depth, self._trace,
-            self._loss, plan.grid.alone,
+            self._loss,
         )  # fmt: skip
         self._failed: str | None = None
         self._closed = False
         self.group = 0  # groups handed in
+
+    def _made_compact(self, correction: Correction, needed: bool) -> bool:
+        versions, mixed = self._versions, self._cutover.mixed
+        why = not_compact(versions.master, versions.replicas, self.optimizer, mixed, correction.on_pieces)
+        if why is None:
+            versions.make_compact()
+        elif needed:
+            raise UserError(f"compact_master: {why}")
+        return why is None
 
     # The loop ---------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from slipstream.errors import CheckpointError, UserError
 from slipstream.lists import copy_
-from slipstream.pipeline.compact import Halves
+from slipstream.pipeline.compact import Halves, whole
 from slipstream.pipeline.replica import Part, Replica, local, sharded_as
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import THE_MASTER, Versions
@@ -274,7 +274,7 @@ def cloned_state(state: Any) -> Any:
 
 def _cloned(value: Any, copies: dict[tuple, Tensor]) -> Any:
     if isinstance(value, Halves):
-        return value.whole()
+        return whole(value)
     if isinstance(value, Tensor):
         key = (local(value).data_ptr(), tuple(value.shape), value.dtype) if value.numel() else (id(value),)
         if key not in copies or not value.numel():

@@ -142,9 +142,9 @@ class Fitter:
         ranks: list[list[range]] = [[] for _ in range(shape.stages)]
         for stage, layers in enumerate(cut):
             ranks[rank_of(stage, shape)].append(layers)
-        return tuple(self._rank(shape, mine, activations[rank], rank) for rank, mine in enumerate(ranks))
+        return tuple(self._rank(shape, mine, activations[rank]) for rank, mine in enumerate(ranks))
 
-    def _rank(self, shape: Shape, chunks: Sequence[range], activations: float, rank: int) -> StageMemory:
+    def _rank(self, shape: Shape, chunks: Sequence[range], activations: float) -> StageMemory:
         job, model = self.job, self.model
         parts = [part for layers in chunks for part in stage_parts(model, layers)]
         weights = weights_memory(
@@ -155,7 +155,7 @@ class Fitter:
             correction=job.correction.split("+")[0],
             precision=job.precision,
             shards=shape.data_ranks if shape.shard_optimizer else 1,
-            waiting=shape.data_ranks > 1 or rank > 0,
+            waiting=shape.stages * shape.data_ranks > 1,
             fresh=shape.asynchronous and free_cutover(shape.stages, shape.microbatches) < shape.microbatches,
         )
         size = shape.microbatch_size
@@ -206,7 +206,7 @@ class Fitter:
             def held(layers: int, stage: int = stage, in_flight: float = in_flight) -> float:
                 first = 0 if stage == 0 else count - layers if stage == shape.stages - 1 else 1
                 segment = range(first, first + layers)
-                return self._rank(shape, [segment], in_flight * self._held(segment, shape), stage).total
+                return self._rank(shape, [segment], in_flight * self._held(segment, shape)).total
 
             choices = range(1, count - shape.stages + 2)  # every other stage has a layer at least
             most.append(bisect_right(choices, room, key=held))

@@ -9,8 +9,8 @@ Bytes per parameter (bf16 banks, fp32 master and gradients), D data ranks that s
     2BW + EF, paper's form    4     4          4       4     8     4, and a buffer of 4
 
 With a cutover the newest weights are the upper half of the master, of which 2 bytes are left (`pipeline/compact.py`);
-that takes bf16 banks and an optimizer that steps parameters apart. The first stage of a pipeline without data ranks has
-no gradients that wait: it is the last to be done with a group. Activations are what the schedule keeps in flight,
+that takes bf16 banks and an optimizer that steps parameters apart. A single
+process has no gradients that wait. Activations are what the schedule keeps in flight,
 counted by `schedule.occupancy`.
 """
 

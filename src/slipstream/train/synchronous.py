@@ -77,7 +77,6 @@ class Synchronous:
             for m in modules
         ]
         self._accumulators = [Accumulator(versions.master) for versions in self._versions]
-        self.masters: list[nn.Module] = list(modules)
         names = [name for versions in self._versions for name in versions.names]
         self.names = set(names)
         ties = _ties(model, names)
