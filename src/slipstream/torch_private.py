@@ -142,6 +142,14 @@ def run_step_hooks(optimizer: Optimizer, before: bool) -> None:
         hook(optimizer, (), {})
 
 
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether anyone listens to this optimizer's steps."""
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+
+
 def serve_with(group: dist.ProcessGroup, gloo: dist.ProcessGroupGloo) -> None:
     """Let a group written in Python hand to `gloo` whatever it does not do itself."""
     kind = dist.ProcessGroup.BackendType.GLOO

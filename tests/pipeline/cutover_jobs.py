@@ -1,9 +1,11 @@
 """Jobs for worker processes: the cutover on real ranks, several cases in one visit."""
 
+from importlib import import_module
+
 import torch
 
 from pipeline import jobs, tiny
-from slipstream import cloned_state
+from slipstream import UserError, cloned_state
 from slipstream.optim import build
 from slipstream.pipeline.versions import Versions
 
@@ -64,11 +66,8 @@ def one(world, groups=range(GROUPS), state=None, snapshot=None, poisoned=None, *
 
 
 def parked(world, cases):
-    """As `many`, but replicas that nothing reads give their memory back, as on a GPU; and the fewest that held any."""
-    plain, least = Versions.__init__, 3
-
-    def parking(self, *args, **options):
-        plain(self, *args, **{**options, "parks": True})
+    """As `many`; and the fewest replicas that held any memory."""
+    least = 3
 
     def held(self):
         return sum(not replica.freed for replica in self.replicas)
@@ -80,11 +79,38 @@ def parked(world, cases):
         begun(self, *args)
         least = min(least, held(self))
 
-    Versions.__init__, Versions.park = parking, watched
+    Versions.park = watched
     try:
         return [(one(world, **case), least) for case in cases]
     finally:
-        Versions.__init__, Versions.park = plain, begun
+        Versions.park = begun
+
+
+def compact(world, cases):
+    """As `many`, each with a master in halves and in many buckets."""
+    module = import_module("slipstream.pipeline.compact")
+    before = module.BUCKET_ELEMENTS, module.MOST_BUCKETS
+    module.BUCKET_ELEMENTS, module.MOST_BUCKETS = 300, 1000
+    try:
+        return [one(world, compact_master=True, **case) for case in cases]
+    finally:
+        module.BUCKET_ELEMENTS, module.MOST_BUCKETS = before
+
+
+def unread(world, **options):
+    """What is said to those who look for the weights of a compact master in its module."""
+    schedule = jobs.build(world, m=M, compact_master=True, **{**options, "cutover": 2})
+    module = schedule._versions.module
+    told = []
+    for look in (lambda: schedule.master, module.state_dict):
+        try:
+            look()
+        except UserError as error:
+            told.append(str(error))
+    with schedule.gathered_master() as master:
+        assert all(p.isfinite().all() for p in master.state_dict().values())
+    assert len(told) == 2
+    return told
 
 
 def default(world):

@@ -39,7 +39,8 @@ def step(world, schedule, group, **batch_options):
 
 
 def weights(schedule):
-    return {name: p.detach().clone() for name, p in schedule.master.named_parameters()}
+    with schedule.gathered_master() as master:
+        return {name: p.detach().clone() for name, p in master.named_parameters()}
 
 
 def train(world, groups, drains=(), evaluations=(), state=None, decay=False, **options):

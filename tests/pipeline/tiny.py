@@ -65,6 +65,10 @@ def momentum(module):
     return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, nesterov=True)
 
 
+def adadelta(module):
+    return torch.optim.Adadelta(module.parameters())
+
+
 OPTIMIZERS = {"adamw": adamw, "momentum": momentum}
 
 

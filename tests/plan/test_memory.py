@@ -36,6 +36,22 @@ from slipstream.schedule.generate import build
             {"banks": 4, "master": 4, "gradients": 8, "state": 4, "transient": 4},
         ),
         (
+            {"asynchronous": True, "correction": "error_feedback", "fresh": True},
+            {"banks": 4, "master": 2, "gradients": 8, "state": 4, "transient": 12},
+        ),
+        (
+            {"asynchronous": True, "correction": "error_feedback", "fresh": True, "waiting": False},
+            {"banks": 6, "master": 2, "gradients": 4, "state": 4, "transient": 12},
+        ),
+        (
+            {"asynchronous": True, "correction": "error_feedback", "fresh": True, "optimizer": "lion"},
+            {"banks": 4, "master": 4, "gradients": 8, "state": 4, "transient": 4},
+        ),
+        (
+            {"asynchronous": True, "correction": "error_feedback", "fresh": True, "shards": 4},
+            {"banks": 4, "master": 0.5, "gradients": 5, "state": 1, "transient": 3},
+        ),
+        (
             {"asynchronous": True, "paper_form": True},
             {"banks": 4, "master": 4, "gradients": 8, "state": 4, "correction": 4},
         ),
@@ -75,7 +91,9 @@ def test_laws_of_weights(matrices, others, shards, asynchronous):
     one = weights_memory(matrices, others, asynchronous=asynchronous)
     many = weights_memory(matrices, others, asynchronous=asynchronous, shards=shards)
     assert many.total <= one.total
-    assert (many.banks, many.gradients) == (one.banks, one.gradients)  # sharding spares master and state only
+    assert many.banks == one.banks  # they are whole on every rank
+    waiting = 4 * (matrices + others) if asynchronous else 0
+    assert many.gradients - waiting / shards == pytest.approx(one.gradients - waiting)
     assert many.master * shards == pytest.approx(one.master)
     assert weights_memory(matrices + 1, others, asynchronous=asynchronous).total > one.total
     if asynchronous:

@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from slipstream.errors import CheckpointError
+from slipstream.pipeline.compact import Halves
+from slipstream.pipeline.halves import split
 from slipstream.train import checkpoint
 from slipstream.train.checkpoint import _sealed
+from slipstream.train.health import fingerprint
 from slipstream.train.state import Copier, digest, flatten, unflatten
 from slipstream.train.writer import Leader, Writer
 
@@ -366,3 +369,15 @@ def test_no_unpickling_in_the_package():
             text = file.read_text()
             for word in ("import pickle", "torch.load(", "weights_only=False", "trust_remote_code=True"):
                 assert word not in text, f"{file} uses {word}"
+
+
+def test_a_master_in_halves_is_copied_as_it_is_and_saved_whole():
+    """A capture of a compact master: the halves travel, and both a checkpoint and a checksum are of the whole."""
+    plain = state(3)
+    compact = plain | {"master": {}}
+    for name, weight in plain["master"].items():
+        found = Halves(torch.empty(3, 5, dtype=torch.bfloat16), torch.empty(3, 5, dtype=torch.int16))
+        split([weight], [found.high], [found.low])
+        compact["master"][name] = found
+    assert_same(Copier(torch.device("cpu")).copy(compact).complete()["master"], plain["master"])
+    assert fingerprint(compact, ["head/odd~name"]) == fingerprint(plain, ["head/odd~name"])

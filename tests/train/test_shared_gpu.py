@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
+from tests.train.conftest import assert_equal_weights
 from torch import nn
 
 from slipstream.errors import ConfigError, UserError
-from slipstream.pipeline.versions import Replica
+from slipstream.pipeline.replica import Replica
+from slipstream.train import checkpoint
 from slipstream.train.start import start
 from slipstream.train.synchronous import _as_module
 
@@ -27,6 +31,22 @@ def test_ranks_on_one_gpu_train_like_one_process(runs, schedule, stages, dtype):
     runs.train("one", "pipeline.schedule=emulate", f"pipeline.delay={delay}", *common)
     losses = [[event["loss"] for event in runs.events(name, "step")] for name in ("run", "one")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4 if dtype == "float32" else 2e-2)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("more", [[], ["pipeline.data_ranks=2", "pipeline.shard_optimizer=true"]])
+def test_a_bfloat16_run_resumes_from_a_master_in_halves(runs, more):
+    narrow = ["pipeline.stages=2", "train.device=cuda", "train.dtype=bfloat16", "checkpoint.keep=9", *more]
+    runs.train("whole", *narrow, "health.hash_every=3")
+    cut = runs.folder / "cut"
+    shutil.copytree(runs.folder / "whole", cut)
+    for path in checkpoint.committed(cut / "checkpoints"):
+        if path != checkpoint.folder_of(cut / "checkpoints", 8):
+            shutil.rmtree(path)
+    runs.train("cut", *narrow)
+    assert runs.events("cut", "start")[-1]["resumed"]
+    assert_equal_weights(runs.weights("cut"), runs.weights("whole"))
 
 
 @pytest.mark.gpu

@@ -32,8 +32,9 @@ class Bucket:
         copy_(list(self.tensors), [part.view(tensor.shape) for part, tensor in pairs])
 
 
-def buckets(tensors: Sequence[Tensor], small: int = SMALL_BYTES, limit: int = BUCKET_BYTES) -> list[Bucket]:
+def buckets(tensors: Sequence[Tensor], small: int | None = None, limit: int = BUCKET_BYTES) -> list[Bucket]:
     """In an order that follows from sizes and dtypes alone, so that all ranks have the same."""
+    small = SMALL_BYTES if small is None else small
     found: list[Bucket] = []
     packed: dict[torch.dtype, list[Tensor]] = {}
     filled: dict[torch.dtype, int] = {}

@@ -28,10 +28,12 @@ from slipstream.pipeline import state as states
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.graphs import Graphs, Recorder, check_current
 from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, as_predicate, check_loss, joined, merged
+from slipstream.pipeline.modules import check_layers, evaluating, split_shared
 from slipstream.pipeline.options import OptimizerFactory, Options
 from slipstream.pipeline.peers import Alone, Gradients
+from slipstream.pipeline.replica import Prepare, Replica
 from slipstream.pipeline.update import Updater, check_covers
-from slipstream.pipeline.versions import Prepare, Replica, Versions, check_layers, evaluating, split_shared
+from slipstream.pipeline.versions import Versions
 from slipstream.schedule.cutover import Cutover, GivenCutover
 
 

@@ -8,6 +8,9 @@ goes over to it: microbatch after microbatch, one sum, in their order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -15,17 +18,26 @@ from torch.distributed.tensor import DTensor
 from slipstream.lists import add_, copy_
 from slipstream.optim.sharded import local  # a gradient has no graph to be detached from
 from slipstream.pipeline.peers import Gradients
-from slipstream.pipeline.versions import Replica
+from slipstream.pipeline.replica import Replica
+
+AT_ONCE_BYTES = 16 << 20  # enough for one launch to be worth its while
 
 
 class Accumulator:
-    """Collects the gradients of the group whose backwards run now; groups never interleave on a stage."""
+    """Collects the gradients of the group whose backwards run now; groups never interleave on a stage.
 
-    def __init__(self, master: Replica) -> None:
+    `at_once`: a narrow gradient is added as soon as the backward has made it, a few megabytes at a time, and dropped;
+    else all of a microbatch's wait for `add`.
+    """
+
+    def __init__(self, master: Replica, at_once: bool = False) -> None:
         self._dtypes = [p.dtype for p in master.parameters]
         self._at: Replica | None = None  # the replica whose `.grad` holds the sum so far
         self._wide: dict[int, Tensor] = {}
         self._narrow: dict[int, list[int]] = {}  # by the replica's id: which of its parameters are narrower
+        self._at_once = at_once
+        self._made: list[tuple[int, Tensor]] = []  # by the backward that runs, and not added yet
+        self._made_bytes = 0
 
     def enter(self, replica: Replica) -> None:
         """Before the backward of a microbatch that read `replica`."""
@@ -33,31 +45,52 @@ class Accumulator:
             for before, now in zip(self._at.parameters, replica.parameters, strict=True):
                 now.grad, before.grad = before.grad, None
         self._at = replica
+        self._meet(replica)
+
+    def _meet(self, replica: Replica) -> None:
+        if id(replica) in self._narrow:
+            return
+        pairs = enumerate(zip(replica.parameters, self._dtypes, strict=True))
+        narrow = [i for i, (p, dtype) in pairs if p.dtype != dtype]
+        hooked: list[int] = []
+        if self._at_once:  # FSDP2 writes its gradients itself, and late
+            hooked = [i for i in narrow if not isinstance(replica.parameters[i], DTensor)]
+        for i in hooked:
+            replica.parameters[i].register_post_accumulate_grad_hook(partial(self._on_grad, i))
+        self._narrow[id(replica)] = [i for i in narrow if i not in set(hooked)]
+
+    def _on_grad(self, index: int, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._made.append((index, parameter.grad))
+        self._made_bytes += parameter.grad.nbytes
+        parameter.grad = None
+        if self._made_bytes > AT_ONCE_BYTES:
+            self._add_made()
+
+    def _add_made(self) -> None:
+        made, self._made, self._made_bytes = self._made, [], 0
+        self._add(made)
 
     def add(self, replica: Replica) -> None:
         """After the backward of a microbatch that read `replica`."""
-        narrow = self._narrow.get(id(replica))
-        if narrow is None:
-            dtypes = enumerate(zip(replica.parameters, self._dtypes, strict=True))
-            narrow = self._narrow[id(replica)] = [i for i, (p, dtype) in dtypes if p.dtype != dtype]
-        if not narrow:
-            return
-        sums, terms, firsts, first_terms = [], [], [], []
-        for i in narrow:
-            grad, replica.parameters[i].grad = replica.parameters[i].grad, None
-            if grad is None:
-                continue
-            term = _as_laid_out(grad, replica.parameters[i])
-            if (wide := self._wide.get(i)) is None:
-                self._wide[i] = torch.empty_like(term, dtype=self._dtypes[i])
-                firsts.append(self._wide[i])
-                first_terms.append(term)
-            else:
-                sums.append(wide)
-                terms.append(term)
-        with torch.no_grad():
-            copy_(firsts, first_terms)
-            add_(sums, terms)
+        self._meet(replica)
+        self._add_made()
+        found = []
+        for i in self._narrow[id(replica)]:
+            parameter = replica.parameters[i]
+            grad, parameter.grad = parameter.grad, None
+            if grad is not None:
+                found.append((i, _as_laid_out(grad, parameter)))
+        self._add(found)
+
+    @torch.no_grad()
+    def _add(self, terms: Sequence[tuple[int, Tensor]]) -> None:
+        first = [(i, term) for i, term in terms if i not in self._wide]
+        more = [(self._wide[i], term) for i, term in terms if i in self._wide]
+        for i, term in first:
+            self._wide[i] = torch.empty_like(term, dtype=self._dtypes[i])
+        copy_([self._wide[i] for i, _ in first], [term for _, term in first])
+        add_([wide for wide, _ in more], [term for _, term in more])
 
     def take(self, replica: Replica | None = None) -> Gradients:
         """The group's gradients; what follows starts from nothing. `replica`: of the last microbatch, for those who

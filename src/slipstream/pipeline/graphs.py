@@ -26,7 +26,7 @@ from slipstream.errors import UserError
 from slipstream.lists import add_, copy_
 from slipstream.pipeline.microbatches import Microbatch
 from slipstream.pipeline.peers import Gradients
-from slipstream.pipeline.versions import Replica
+from slipstream.pipeline.replica import Replica
 from slipstream.torch_private import tree_leaves, tree_map
 
 PLAIN_GROUPS = 2  # of each replica before it is recorded: by then everything is compiled

@@ -11,6 +11,7 @@ is completed by broadcasts from the owners in the bank's dtype. Tensors travel a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ from slipstream.pipeline.peers import (
     to_host,
 )
 from slipstream.pipeline.placement import Grid, Placement, Ranks
-from slipstream.pipeline.versions import local
+from slipstream.pipeline.replica import local
 
 
 @dataclass(frozen=True)
@@ -116,21 +117,26 @@ class Mesh:
         )
 
     def reduce(self, grads: Gradients) -> Steps:
-        under_way: list[tuple[Wait, Bucket, int]] = []
+        under_way: deque[tuple[Wait, Bucket, int, bool]] = deque()
         for ranks, group in self._over.items():
             rows = [i for i, row in enumerate(self._rows) if row.averaged_over == ranks]
-            for index in rows:
-                grads[index] = self._present(grads, index)
             for owner in sorted({self._rows[index].owner for index in rows}):
-                members = [g for i in rows if self._rows[i].owner == owner and (g := grads[i]) is not None]
+                mine = owner in (-1, self._here)
+                indices = [i for i in rows if self._rows[i].owner == owner]
+                members = [self._present(grads, i) for i in indices]
+                for i, member in zip(indices, members, strict=True):
+                    grads[i] = member if mine else None  # on its way to its owner: nobody here needs it
                 for bucket in buckets(members):
                     work = group.all_reduce(bucket.flat) if owner < 0 else group.reduce(bucket.flat, owner)
-                    under_way.append((_waiting(work, group), bucket, len(ranks)))
-        for work, bucket, degree in under_way:
+                    under_way.append((_waiting(work, group), bucket, len(ranks), mine))
+                del members
+        while under_way:
+            work, bucket, degree, mine = under_way.popleft()
             yield work
-            if not self._summed:
-                mul_([bucket.flat], 1.0 / degree)
-            bucket.unpack()
+            if mine:
+                if not self._summed:
+                    mul_([bucket.flat], 1.0 / degree)
+                bucket.unpack()
 
     def _present(self, grads: Gradients, index: int) -> Tensor:
         """A gradient that others wait for; zeros where this rank has none (an expert that got no tokens)."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from slipstream.errors import UserError
 from slipstream.optim.corrections import Correction
 from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, as_predicate, presplit, split
-from slipstream.pipeline.versions import Prepare
+from slipstream.pipeline.replica import Prepare
 
 OptimizerFactory = Callable[[nn.Module], Optimizer]
 

@@ -12,9 +12,8 @@ tensor travels (`channel.py`, `in_stream.py`).
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,44 +25,32 @@ from slipstream.errors import StageError, UserError
 from slipstream.optim.corrections import Correction, build_correction, check_mixed
 from slipstream.optim.muon import Muon
 from slipstream.pipeline import state as states
-from slipstream.pipeline.board import PeerLost
 from slipstream.pipeline.checks import (
-    as_message,
     check_inputs,
-    detached,
     named_ties,
-    shapes,
 )
+from slipstream.pipeline.compact import not_compact
 from slipstream.pipeline.depth import Depth
-from slipstream.pipeline.fsdp import before_backward, give_back, sum_gradients
-from slipstream.pipeline.gradients import Accumulator
+from slipstream.pipeline.flight import Flight, Result
+from slipstream.pipeline.fsdp import give_back, sum_gradients
 from slipstream.pipeline.links import Links
 from slipstream.pipeline.mesh import Mesh
-from slipstream.pipeline.messages import Spec, spec_of
-from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, check_loss, merged
+from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, merged
+from slipstream.pipeline.modules import check_layers, evaluating, split_shared
 from slipstream.pipeline.options import Options
 from slipstream.pipeline.peers import Alone
 from slipstream.pipeline.plan import check_optimizer, peers_of, planned
+from slipstream.pipeline.replica import Prepare
 from slipstream.pipeline.sharding import collapse, materialised, refuse_to_save
 from slipstream.pipeline.torch_stage import read_stage
 from slipstream.pipeline.trace import Trace
 from slipstream.pipeline.update import Updater, no_optimizer
-from slipstream.pipeline.versions import Prepare, Replica, Versions, check_layers, evaluating, split_shared
+from slipstream.pipeline.versions import Versions
 from slipstream.schedule.actions import Kind
 from slipstream.schedule.cutover import Cutover, GivenCutover, free_cutover
 from slipstream.schedule.timeline import Span
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
-
-
-class _InFlight(NamedTuple):
-    """A microbatch between its forward and its backward on this stage."""
-
-    group: int
-    microbatch: int
-    replica: Replica
-    inputs: list[Tensor]
-    outputs: list[Tensor]  # on the last stage, the loss
 
 
 class Schedule2BW:
@@ -86,6 +73,7 @@ class Schedule2BW:
         data_group: ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         shard_optimizer: bool = False,
+        compact_master: bool | None = False,
         prepare: Prepare | None = None,
         replicas: Sequence[nn.Module] | None = None,
         args_chunk_spec: Sequence[ChunkSpec] | None = None,
@@ -123,7 +111,7 @@ class Schedule2BW:
             bank_dtype=bank_dtype,
             prepare=prepare,
             ready=replicas,
-            parks=self._stage.device.type != "cpu" and not correction.corrects_gradient,
+            parks=not correction.corrects_gradient,
         )
         if data_reduction == "sum":
             for replica in self._versions.replicas:
@@ -136,25 +124,36 @@ class Schedule2BW:
         )  # fmt: skip
         self._peers.agree(self._versions.master.weights)
         self._versions.spread()
-        self._sharded = shard_optimizer
         if shard_optimizer:
             self._versions.owned = self._peers.owned
             collapse(self._versions, self._peers.owned)
-            refuse_to_save(self._versions)
         assert optimizer is not None
         self.optimizer = optimizer(module) if list(module.parameters()) else no_optimizer()
         check_optimizer(self._versions, self.optimizer, correction, plan.rows)
+        compact = compact_master is not False and self._made_compact(correction, needed=bool(compact_master))
+        self._partial = shard_optimizer or compact
+        if self._partial:
+            refuse_to_save(self._versions)
         self._updater = Updater([self._versions], self.optimizer, correction, max_grad_norm, self._peers)
-        self._accumulator = Accumulator(self._versions.master)
         self._updater.wait_for = self._links.wait_for
         self._trace = Trace(self._stage.index, self._stage.device)
         self._updater.timing = lambda group: self._trace.action(Kind.UPDATE, group, version=group + 1)
-        self._flight: deque[_InFlight] = deque()
-        self._loss_kwargs: dict[str, Any] = {}  # of the group or evaluation whose forwards run
-        self._spec: Spec | None = None  # of this stage's output, fixed by the first microbatch
+        self._flight = Flight(
+            self._stage, options, self._versions, self._links, self._updater, self._depth, self._trace,
+            self._loss,
+        )  # fmt: skip
         self._failed: str | None = None
         self._closed = False
         self.group = 0  # groups handed in
+
+    def _made_compact(self, correction: Correction, needed: bool) -> bool:
+        versions, mixed = self._versions, self._cutover.mixed
+        why = not_compact(versions.master, versions.replicas, self.optimizer, mixed, correction.on_pieces)
+        if why is None:
+            versions.make_compact()
+        elif needed:
+            raise UserError(f"compact_master: {why}")
+        return why is None
 
     # The loop ---------------------------------------------------------------------------------------------
 
@@ -179,35 +178,29 @@ class Schedule2BW:
         """
         group = self.group
         microbatches = self._cut(args, kwargs, target, losses, (arg_mbs, kwarg_mbs, target_mbs))
-        self._loss_kwargs = loss_kwargs or {}
+        self._flight.loss_kwargs = loss_kwargs or {}
         with self._guarded():
             cutover = self._cutover(group)
             if cutover == 0:
-                self._await_weights(group, 0)
+                self._flight.await_weights(group, 0)
             self._updater.enter(group)
-            self._await_weights(group, 0)
+            self._flight.await_weights(group, 0)
             self._depth.adapt(group, self._updater.heard)
             results = []
             for index, microbatch in enumerate(microbatches):
                 if 0 < index == cutover:
-                    self._await_weights(group, index)
-                results.append(self._forward(group, index, microbatch, keep_output=return_outputs))
+                    self._flight.await_weights(group, index)
+                results.append(self._flight.forward(group, index, microbatch, return_outputs))
                 self._updater.advance()
                 if len(self._flight) > self._depth.warm_up:
-                    self._backward()
+                    self._flight.backward()
             self.group += 1
-        if not self._stage.last:
-            return None
-        if losses is not None:
-            losses.clear()
-            losses.extend(loss for loss, _ in results)
-        return merged([output for _, output in results]) if return_outputs else None
+        return self._results(results, losses, return_outputs)
 
     def drain(self) -> None:
         """Let everything in flight land and finish every update. The next group still reads its own bank."""
         with self._guarded():
-            while self._flight:
-                self._backward()
+            self._flight.land()
             self._updater.finish_all()
             self._links.finish_sends()
 
@@ -228,21 +221,18 @@ class Schedule2BW:
         The last stage fills `losses` if it has a target, and returns its outputs unless told not to.
         """
         microbatches = self._cut(args, kwargs, target, losses, (arg_mbs, kwarg_mbs, target_mbs))
-        self._loss_kwargs = loss_kwargs or {}
+        self._flight.loss_kwargs = loss_kwargs or {}
         has_target = target is not None or target_mbs is not None
         self.drain()
-        results = []
         with self._guarded(), torch.no_grad(), self.gathered_master() as module, evaluating(module):
-            spec = self._links.hear_evaluation()
-            for index, microbatch in enumerate(microbatches):
-                message = self._links.receive_evaluation(index, spec) if spec else list(microbatch[0])
-                output = self._stage.route.run(self._versions.master.call, message, microbatch[1])
-                if self._stage.last:
-                    loss = self._loss(output, microbatch[2]).detach() if has_target else None
-                    results.append((loss, output if return_outputs else None))
-                else:
-                    self._links.send_evaluation(index, as_message(output))
-            self._links.finish_sends()
+            results = self._flight.evaluate(microbatches, has_target, return_outputs)
+        return self._results(results, losses, return_outputs)
+
+    def _loss(self, output: Any, target: Any, **kwargs: Any) -> Tensor:
+        assert self.loss_fn is not None
+        return self.loss_fn(output, target, **kwargs)
+
+    def _results(self, results: list[Result], losses: list[Tensor] | None, return_outputs: bool) -> Any:
         if not self._stage.last:
             return None
         if losses is not None:
@@ -250,98 +240,27 @@ class Schedule2BW:
             losses.extend(loss for loss, _ in results if loss is not None)
         return merged([output for _, output in results]) if return_outputs else None
 
-    def _forward(self, group: int, index: int, microbatch: Microbatch, keep_output: bool) -> tuple[Any, Any]:
-        args, kwargs, target = microbatch
-        replica = self._versions.replica(group, index)
-        more = index + 1 < self.n_microbatches
-        inputs = list(args) if self._stage.first else self._links.receive_activations(group, index, more)
-        with self._trace.action(Kind.FORWARD, group, index, self._versions.reads(group, index).index):
-            output = self._stage.route.run(replica.call, inputs, kwargs)
-            loss = self._loss(output, target) if self._stage.last else None
-        outputs = [loss] if loss is not None else as_message(output)
-        self._flight.append(_InFlight(group, index, replica, inputs, outputs))
-        if loss is None:
-            self._send_activations(group, index, outputs)
-            return None, None
-        return loss.detach(), detached(output) if keep_output else None
-
-    def _send_activations(self, group: int, index: int, outputs: list[Tensor]) -> None:
-        spec = spec_of(outputs)
-        if self._spec is None:
-            self._spec = spec
-            self._depth.link_seconds = self._links.introduce(spec)
-        elif spec != self._spec:
-            raise UserError(
-                f"Stage {self._stage.index} returned {shapes(spec)} for group {group}, microbatch {index}, but "
-                f"{shapes(self._spec)} before. Every microbatch must have the same shapes: pad or drop the odd one."
-            )
-        self._links.send_activations(outputs, spec)
-
-    def _backward(self) -> None:
-        group, index, replica, inputs, outputs = self._flight.popleft()
-        if self._stage.last:
-            roots, grads = outputs, [torch.full_like(outputs[0], self._options.gradient_of_loss)]
-        else:
-            roots = [output for output in outputs if output.requires_grad]
-            grads = self._links.receive_gradients(group, index)
-        with self._trace.action(Kind.BACKWARD, group, index, self._versions.reads(group, index).index):
-            last = index + 1 in (self._cutover(group), self.n_microbatches)  # of those that read this replica
-            before_backward(replica.shards, last)
-            self._accumulator.enter(replica)
-            if roots:
-                torch.autograd.backward(roots, grads)
-            self._accumulator.add(replica)
-            if last:
-                give_back(replica.shards)
-        if not self._stage.first:
-            self._links.send_gradients(group, inputs, keep=self.n_microbatches)
-        self._versions.park(group, index, self._updater.completed)
-        if index + 1 == self.n_microbatches:
-            self._depth.tell(self._updater.tally, self._trace.pair_seconds)
-            self._updater.begin(group, self._accumulator.take())
-        else:
-            self._updater.advance()
-
-    def _loss(self, output: Any, target: Any) -> Tensor:
-        assert self.loss_fn is not None
-        return check_loss(self.loss_fn(output, target, **self._loss_kwargs))
-
-    def _await_weights(self, group: int, microbatch: int) -> None:
-        """They come from update index - 1, which must be done, gathers and all, and its group's backwards before it:
-        a stage that waited first, with more in flight than come before the cutover, would wait for ever."""
-        update = self._versions.reads(group, microbatch).index - 1
-        while self._flight and self._flight[0].group <= update:
-            self._backward()
-        try:
-            self._updater.finish(update)
-        except PeerLost as error:
-            lost = self._links.lost_neighbour()
-            if lost is None:
-                raise
-            raise StageError(
-                f"{error}. {lost} closed its connection before group {group}, microbatch {microbatch}."
-            ) from error
-
     # State ------------------------------------------------------------------------------------------------
 
     @property
     def master(self) -> nn.Module:
         """The module with the newest weights this stage has (call `drain` for those of every group handed in)."""
-        if self._sharded:
+        if self._partial:
             raise UserError(
-                "The optimizer is sharded: no rank holds the whole master. Use `with schedule.gathered_master() as "
-                "module`, on all ranks together."
+                "No rank holds the whole master: the optimizer is sharded, or the master compact. Use `with "
+                "schedule.gathered_master() as module`, on all ranks together."
             )
         return self._versions.module
 
     @contextlib.contextmanager
     def gathered_master(self) -> Iterator[nn.Module]:
-        """The whole master, gathered from its owners where the optimizer is sharded: on all ranks together, as it
-        drains (an update that is under way on one data rank would take its gather for that of another's bank)."""
-        if self._sharded:
+        """The whole master, gathered from its owners where the optimizer is sharded and put together where it is
+        compact: on all ranks together, as it drains (an update that is under way on one data rank would take its gather
+        for that of another's bank)."""
+        if self._partial:
             self.drain()
         try:
-            with materialised(self._versions, self._peers) if self._sharded else contextlib.nullcontext():
+            with materialised(self._versions, self._peers) if self._partial else contextlib.nullcontext():
                 yield self._versions.module
         finally:
             give_back(self._versions.master.shards)  # a forward may have left it whole, and soon stale
@@ -350,13 +269,9 @@ class Schedule2BW:
         """The master was changed from outside (weights loaded, averaged, pruned): the groups to come read it, as after
         a flush. On all ranks together; data ranks and tied weights take the values of the first of them."""
         self.drain()
-        with torch.no_grad():
-            if not self._sharded:
-                self._peers.agree(self._versions.master.weights)
+        with torch.no_grad(), self.gathered_master():
+            self._peers.agree(self._versions.master.weights)
             self._versions.spread()
-            for replica in self._versions.replicas:
-                for step in self._peers.gather(replica.weights):
-                    step.wait()
 
     def capture(self) -> states.State:
         """The state at the boundary this stage has reached, without draining: for `after_update`. Its tensors are the

@@ -1,4 +1,5 @@
-"""A master of which each data rank holds its own parameters only (ZeRO-1).
+"""A master of which this rank does not hold everything: each data rank its own parameters only (ZeRO-1), or a compact
+one, which has no memory between updates.
 
 A parameter that another rank owns keeps its shape and no memory: its data is one element, expanded. It does not
 require a gradient, so optimizers make no state for it. `materialised` brings the whole master together for an
@@ -15,7 +16,8 @@ from torch import nn
 
 from slipstream.errors import UserError
 from slipstream.pipeline.peers import Peers
-from slipstream.pipeline.versions import Versions, local
+from slipstream.pipeline.replica import local
+from slipstream.pipeline.versions import Versions
 
 
 def collapse(versions: Versions, owned: Sequence[int]) -> None:
@@ -37,8 +39,8 @@ def refuse_to_save(versions: Versions) -> None:
     def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if versions.partial:
             raise UserError(
-                "The optimizer is sharded: this module holds the weights that its data rank owns, and zeros for the "
-                "rest. Use `with schedule.gathered_master() as module: module.state_dict()`, on all ranks together, or "
+                "This module does not hold its weights: the optimizer is sharded, or the master compact. Use `with "
+                "schedule.gathered_master() as module: module.state_dict()`, on all ranks together, or "
                 "schedule.state_dict() for what this rank owns."
             )
 
@@ -47,7 +49,9 @@ def refuse_to_save(versions: Versions) -> None:
 
 @contextlib.contextmanager
 def materialised(versions: Versions, peers: Peers) -> Iterator[None]:
-    """Inside, every rank has the whole master; all data ranks must enter together."""
+    """Inside, every rank has the whole master; all data ranks must enter together. What is changed in it stays."""
+    if versions.compact is not None:
+        versions.compact.open()
     keep = set(peers.owned)
     for index, parameter in enumerate(versions.master.parameters):
         if index not in keep:
@@ -60,3 +64,5 @@ def materialised(versions: Versions, peers: Peers) -> Iterator[None]:
         yield
     finally:
         collapse(versions, peers.owned)
+        if versions.compact is not None:
+            versions.compact.close()

@@ -20,8 +20,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from slipstream.errors import CheckpointError, UserError
 from slipstream.lists import copy_
+from slipstream.pipeline.compact import Halves, whole
+from slipstream.pipeline.replica import Part, Replica, local, sharded_as
 from slipstream.pipeline.update import Updater
-from slipstream.pipeline.versions import Part, Replica, Versions, local, sharded_as
+from slipstream.pipeline.versions import THE_MASTER, Versions
 
 FORMAT = 2  # 1: banks went by the number of the group that reads them
 State = dict[str, Any]
@@ -65,14 +67,14 @@ def capture(updater: Updater, *, at_rest: bool = False) -> State:
         if twice := next((name for name, *_ in owned if name in state["master"]), None):
             raise CheckpointError(_named_twice(twice, "master"))
         for name, parameter, index in owned:
-            state["master"][name] = parameter.detach()
+            state["master"][name] = _master_of(versions, index, at_rest)
             state["optimizer"][name] = dict(slots.get(parameter, {}))
             state["hyper"][name] = hyper[id(parameter)]
             if memory := updater.correction.memory_of(versions.master.weights[index]):
                 state["memory"][name] = memory
         published = set(versions.banks())
         for group, replica in _banks_of(versions, updater.completed, at_rest).items():
-            if replica.freed:
+            if any(i in replica.freed for i in versions.owned):
                 raise UserError(
                     f"The bank of group {group} is gone, as its old part is done. Call capture() in after_update, "
                     "where the state at a boundary is whole, or state_dict(), which drains."
@@ -82,6 +84,14 @@ def capture(updater: Updater, *, at_rest: bool = False) -> State:
             state["published"][bank_name(group - updater.completed)] = group in published
         state["buffers"].update({name: versions.module.get_buffer(name) for name in versions.buffers})
     return state
+
+
+def _master_of(versions: Versions, index: int, at_rest: bool) -> Tensor | Halves:
+    """Live; of a compact master its halves, and at rest, where others load into it, a whole in memory of its own."""
+    if versions.compact is None:
+        return versions.master.parameters[index].detach()
+    halves = versions.compact.halves(index)
+    return halves.whole() if at_rest else halves
 
 
 def _banks_of(versions: Versions, boundary: int, at_rest: bool) -> dict[int, Replica]:
@@ -118,10 +128,10 @@ def restore(updater: Updater, state: State) -> None:
     for versions in updater.versions:
         owned = versions.owned  # where the optimizer is sharded, the rest of the master has no memory here
         _require([versions.names[i] for i in owned], state["master"], "master")
-        copy_(
-            [versions.master.weights[i] for i in owned], [_fit(versions, state["master"], i) for i in owned]
-        )
-        versions.restore(_banks(versions, state))
+        master = {i: _fit(versions, state["master"], i) for i in owned}
+        if versions.compact is None:
+            copy_([versions.master.weights[i] for i in owned], list(master.values()))
+        versions.restore(_banks(versions, state, master))
         for replica in versions.replicas:
             for step in updater.peers.gather(replica.weights) if replica.readers else ():
                 step.wait()
@@ -152,7 +162,7 @@ def upgraded(state: State) -> State:
     return state | {"format": FORMAT, "fresh": False, "banks": banks, "published": dict.fromkeys(banks, True)}
 
 
-def _banks(versions: Versions, state: State) -> dict[Part, dict[int, Tensor]]:
+def _banks(versions: Versions, state: State, master: dict[int, Tensor]) -> dict[Part, dict[int, Tensor]]:
     """What each part of a group reads whose weights exist at this boundary, by the rule as it is now, by parameter.
 
     Where `synchronous`, the cutover or the delay is not what it was when the state was saved, a bank that was never
@@ -161,6 +171,8 @@ def _banks(versions: Versions, state: State) -> dict[Part, dict[int, Tensor]]:
     boundary = state["group"]
     banks: dict[Part, dict[int, Tensor]] = {}
     shared: dict[tuple, dict[int, Tensor]] = {}
+    if versions.compact is not None:
+        banks[THE_MASTER] = shared[_addresses(master)] = master
     for group in range(boundary, boundary + versions.delay + 1):
         name = bank_name(group - boundary)
         for part, read in versions.parts(group):
@@ -173,8 +185,12 @@ def _banks(versions: Versions, state: State) -> dict[Part, dict[int, Tensor]]:
             _require([versions.names[i] for i in versions.owned], bank, f"bank '{name}'")
             tensors = {i: _fit(versions, bank, i) for i in versions.owned}
             # Parts that read the same tensors share a replica.
-            banks[part] = shared.setdefault(tuple(t.data_ptr() for t in tensors.values()), tensors)
+            banks[part] = shared.setdefault(_addresses(tensors), tensors)
     return banks
+
+
+def _addresses(tensors: Mapping[int, Tensor]) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in tensors.values())
 
 
 def _fit(versions: Versions, tensors: Mapping[str, Tensor], index: int) -> Tensor:
@@ -257,6 +273,8 @@ def cloned_state(state: Any) -> Any:
 
 
 def _cloned(value: Any, copies: dict[tuple, Tensor]) -> Any:
+    if isinstance(value, Halves):
+        return whole(value)
     if isinstance(value, Tensor):
         key = (local(value).data_ptr(), tuple(value.shape), value.dtype) if value.numel() else (id(value),)
         if key not in copies or not value.numel():

@@ -17,10 +17,11 @@ import contextlib
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,22 +29,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slipstream.errors import UserError
-from slipstream.lists import copy_, mul_, norms
-from slipstream.optim.corrections import Correction, Publication
+from slipstream.lists import norms
+from slipstream.optim.corrections import Correction
 from slipstream.pipeline.board import PeerLost
 from slipstream.pipeline.peers import Gradients, Heard, Peers, Tally, Wait
-from slipstream.pipeline.versions import Target, Versions, sharded_as
-from slipstream.torch_private import mark_stepped, run_step_hooks
+from slipstream.pipeline.stepping import Stepping, Written
+from slipstream.pipeline.versions import Target, Versions
+from slipstream.torch_private import mark_stepped
 
 logger = logging.getLogger("slipstream")
 RECENT_GROUPS = 64  # how many groups back norms and skips can be asked for
-
-
-@runtime_checkable
-class InParts(Protocol):
-    """An optimizer that hands out what its step waits for (sharded matrices under way) instead of blocking."""
-
-    def step_in_parts(self) -> Iterator[Wait]: ...
 
 
 class Updater:
@@ -75,9 +70,12 @@ class Updater:
         self.timing: Callable[[int], AbstractContextManager[None]] = lambda group: contextlib.nullcontext()
         self._copies: list[torch.cuda.Event] = []  # of the live state, under way on other streams
         self._pending: deque[_Transaction] = deque()
+        self._gathers: deque[_Transaction] = deque()  # of banks, put off until there is room
+        self._reduced = -1  # the last group whose gradients are with their owners
         self._values: dict[int, list[dict[str, Any]]] = {}  # hyperparameters by group, corrected
         self._entered: dict[int, list[dict[str, Any]]] = {}  # as they were given
         self._own_keys: set[str] = set()  # keys of parameter groups that the optimizer itself changes
+        self._stepping = Stepping(self.versions, optimizer, correction, peers.owned)
         mark_stepped(optimizer)
 
     def hold(self, copied: torch.cuda.Event) -> None:
@@ -106,6 +104,8 @@ class Updater:
 
     def begin(self, group: int, grads: Gradients) -> None:
         """The last backward of `group` is done; `grads` now belong to its update."""
+        for gather in self._gathers:  # before the reductions of this update, on every data rank
+            gather.start()
         self._pending.append(_Transaction(group, self._steps(group, grads)))
         self.advance()
 
@@ -122,6 +122,26 @@ class Updater:
             self._pending[0].advance(self.wait_for)
             if self._pending[0].done:
                 self._pending.popleft()
+        while self._gathers and self._gathers[0].ready():
+            self._gathers[0].advance(self.wait_for)
+            if self._gathers[0].done:
+                self._gathers.popleft()
+
+    def settle(self) -> None:
+        """Before a new sum of gradients is begun: those of the update under way go to their owners, and what is not
+        owned here is dropped. Where the optimizer is not sharded there is nothing to drop."""
+        if len(self.peers.owned) == len(self.parameters):
+            return
+        while self._pending and self._reduced < self._pending[0].group:
+            self._pending[0].advance(self.wait_for)
+
+    def finish_bank(self, group: int) -> None:
+        """Block until the bank that update `group` published is whole."""
+        self.finish(group)
+        while self._gathers and self._gathers[0].group <= group:
+            self._gathers[0].advance(self.wait_for)
+            if self._gathers[0].done:
+                self._gathers.popleft()
 
     def finish(self, group: int) -> None:
         """Block until update `group` and all before it are done."""
@@ -139,11 +159,11 @@ class Updater:
                 ) from error
 
     def finish_all(self) -> None:
-        if self._pending:
-            self.finish(self._pending[-1].group)
+        self.finish_bank(max((each.group for each in (*self._pending, *self._gathers)), default=-1))
 
     def _steps(self, group: int, grads: Gradients) -> Iterator[Wait]:
         yield from self.peers.reduce(grads)
+        self._reduced = group
         yield from self.peers.tie(grads)
         if self.correction.corrects_gradient:
             self._correct_gradient(group, grads)
@@ -157,7 +177,12 @@ class Updater:
             # Sharded matrices travel between data ranks, as FSDP's own collectives do in every microbatch: their order
             # must be the same on all of these ranks, so they start where all of them wait for this update.
             yield _Awaited(self, group)
-        yield from self._step_and_publish(group, grads, norm)
+        targets = yield from self._step_and_publish(group, grads, norm)
+        for versions, target in targets:
+            if self._put_off(versions, target):
+                self._gathers.append(_Transaction(group, self._gather_late(versions, target, group)))
+            else:
+                yield from self._gather(target)
         self.completed = group + 1
         if self.after_update is not None:
             self.in_hook = True
@@ -187,102 +212,49 @@ class Updater:
         left, zero = iter(found), torch.zeros_like(found[0])
         return torch.stack([next(left) if counts else zero for counts in counted]).to(torch.float64).square_()
 
-    def _step_and_publish(self, group: int, grads: Gradients, norm: float) -> Iterator[Wait]:
+    def _put_off(self, versions: Versions, target: Target) -> bool:
+        """A bank is not read before the group after next: until the one before it is dead, its owners keep it."""
+        sharded = len(self.peers.owned) < len(self.parameters)
+        return sharded and versions.parks and target.read.kind == "bank" and not self.peers.in_step
+
+    def _gather_late(self, versions: Versions, target: Target, group: int) -> Iterator[Wait]:
+        yield _Room(versions, group + 1)
+        yield from self._gather(target)
+
+    def _gather(self, target: Target) -> Iterator[Wait]:
+        target.replica.allocate()
+        yield from self.peers.gather(target.replica.weights)
+
+    def _step_and_publish(
+        self, group: int, grads: Gradients, norm: float
+    ) -> Generator[Wait, None, list[Written]]:
         while self._copies:
             self._copies.pop().wait(torch.cuda.current_stream(self.parameters[0].device))
         finite = math.isfinite(norm)
-        targets = []
+        targets: list[Written] = []
         for versions in self.versions:
             versions.release(group)
             targets += [(versions, target) for target in versions.targets(group + 1)]
-        rest: Iterator[Wait] = iter(())
+        if not finite:
+            self.skipped += 1
+            logger.warning(
+                "The gradient of group %d is not finite: its update is skipped (%d so far).",
+                group,
+                self.skipped,
+            )
+        hyperparameters = partial(self._hyperparameters, group)
         with self.timing(group):
-            # z_g must outlive the step where the correction extrapolates from it: in the dying bank if it can.
-            previous = [self._previous(*target) if finite else None for target in targets]
             if finite:
-                rest = self._step(group, grads, norm)
-            else:
-                self.skipped += 1
-                logger.warning(
-                    "The gradient of group %d is not finite: its update is skipped (%d so far).",
-                    group, self.skipped,
-                )  # fmt: skip
-            waiting = next(rest, None)
-            if waiting is None:
-                self._spend(grads)
-                self._publish(group, targets, previous, finite)
+                self._stepping.clip(grads, self.max_grad_norm, norm)
+            work = self._stepping.written(grads, targets, finite, hyperparameters)
+            waiting = next(work, None)
         if waiting is not None:  # the optimizer works in parts, and some are still under way
-            yield from chain([waiting], rest)
-            with self.timing(group):
-                self._spend(grads)
-                self._publish(group, targets, previous, finite)
-        del previous
+            yield waiting
+            yield from work
         self._values.pop(group)
         self._entered.pop(group)
         torch.clear_autocast_cache()  # of a caller under autocast: its casts are of the weights before
-        for _, target in targets:
-            yield from self.peers.gather(target.replica.weights)
-
-    def _spend(self, grads: Gradients) -> None:
-        """The gradients have been used: their memory is free for the weights that are now written."""
-        for index in self.peers.owned:
-            self.parameters[index].grad = None
-        grads.clear()
-
-    def _publish(
-        self,
-        group: int,
-        targets: Sequence[tuple[Versions, Target]],
-        previous: Sequence[list[Tensor] | None],
-        finite: bool,
-    ) -> None:
-        """Write z_{g+1} or b_{g+1} into every replica that will be read, as far as this rank owns it."""
-        for (versions, target), old in zip(targets, previous, strict=True):
-            target.replica.allocate()
-            banks = [target.replica.weights[i] for i in versions.owned]
-            new = [versions.master.weights[i] for i in versions.owned]
-            if finite and target.read.kind == "bank":
-                params = [versions.master.parameters[i] for i in versions.owned]
-                with self._hyperparameters(group):  # a correction may predict with the learning rate
-                    self.correction.publish(
-                        Publication(banks, new, old, self.optimizer, params, versions.delay)
-                    )
-            else:
-                copy_(banks, new)
-
-    def _previous(self, versions: Versions, target: Target) -> list[Tensor] | None:
-        if target.read.kind != "bank" or not self.correction.needs_previous:
-            return None
-        weights = versions.master.weights
-        target.replica.allocate()
-        banks = target.replica.weights
-        old = []
-        for i in versions.owned:
-            same = banks[i].dtype == weights[i].dtype
-            old.append(banks[i] if same else torch.empty_like(weights[i]))
-        copy_(old, [weights[i] for i in versions.owned])
-        return old
-
-    def _step(self, group: int, grads: Gradients, norm: float) -> Iterator[Wait]:
-        """Step the master; what an optimizer that works in parts still waits for is returned."""
-        if self.max_grad_norm is not None:
-            factor = self.max_grad_norm / (norm + 1e-6)
-            if factor < 1.0:
-                mul_([g for i in self.peers.owned if (g := grads[i]) is not None], factor)
-        for index in self.peers.owned:
-            parameter, grad = self.parameters[index], grads[index]
-            parameter.grad = None if grad is None else sharded_as(parameter, grad)
-        rest: Iterator[Wait] = iter(())
-        first = None
-        with self._hyperparameters(group):
-            if isinstance(self.optimizer, InParts):
-                # Gradients and hyperparameters are taken at the first part, so the live values return at once.
-                rest = _with_hooks(self.optimizer, self.optimizer.step_in_parts())
-                first = next(rest, None)
-            else:
-                with torch.no_grad():
-                    self.optimizer.step()
-        return rest if first is None else chain([first], rest)
+        return targets
 
     @contextlib.contextmanager
     def _hyperparameters(self, group: int) -> Iterator[None]:
@@ -302,6 +274,20 @@ class Updater:
                     entry[key] = now[key]
 
 
+@dataclass(frozen=True)
+class _Room:
+    """Until the bank that a group reads is given back; whoever has to go on goes on without."""
+
+    versions: Versions
+    group: int
+
+    def is_completed(self) -> bool:
+        return self.versions.gave_back(self.group)
+
+    def wait(self) -> None:
+        pass
+
+
 class _Awaited:
     """Until an update is waited for."""
 
@@ -313,13 +299,6 @@ class _Awaited:
 
     def wait(self) -> None:
         assert self.is_completed()
-
-
-def _with_hooks(optimizer: Optimizer, parts: Iterator[Wait]) -> Iterator[Wait]:
-    """A step in parts, with the hooks that torch calls before and after `step`."""
-    run_step_hooks(optimizer, before=True)
-    yield from parts
-    run_step_hooks(optimizer, before=False)
 
 
 class _Transaction:
@@ -334,9 +313,14 @@ class _Transaction:
     def ready(self) -> bool:
         return not self.done and (self._waiting is None or self._waiting.is_completed())
 
+    def start(self) -> None:
+        """Past what a put-off gather waits for: its collectives are queued."""
+        while not self.done and (self._waiting is None or isinstance(self._waiting, _Room)):
+            self.advance(lambda wait: wait.wait())
+
     def advance(self, wait_for: Callable[[Wait], object]) -> None:
         """Run to the next wait. Where this one is completed, waiting only collects an error or orders CUDA streams."""
-        if self._waiting is not None:
+        if self._waiting is not None and not isinstance(self._waiting, _Room):
             try:
                 wait_for(self._waiting)
             except RuntimeError as error:  # gloo and NCCL report a lost peer so

@@ -6,71 +6,38 @@ autograd. A microbatch reads what `schedule.staleness.reads` says: z_g through a
 master, or a bank. Invariant: a replica is written only when every group that reads it has finished its last
 backward, so `delay + 1` replicas are enough, and one more where a group has an old part and a fresh one and banks are
 not the master (b_{g-1}, z_g and b_g are then alive at once).
+
+With `compact` the master has no memory between updates: its upper half is the replica that holds z_g, which is kept for
+it whoever reads it (`compact.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from slipstream.errors import UserError
 from slipstream.lists import copy_
-from slipstream.pipeline.fsdp import sharded_modules
+from slipstream.pipeline.compact import Compact
+from slipstream.pipeline.halves import round_into
+from slipstream.pipeline.modules import refuse_changed_buffers
+from slipstream.pipeline.replica import (
+    Part,
+    Prepare,
+    Replica,
+    caches,
+    check_replicas,
+    copy_fixed,
+    make_replica,
+)
 from slipstream.schedule.cutover import Cutover
 from slipstream.schedule.staleness import Read, reads
 
-Prepare = Callable[[nn.Module], nn.Module | None]
-Part = tuple[
-    int, bool
-]  # of a group: its number, and whether it is the fresh part (z_g) or the old one (a bank)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lives on this rank, without autograd."""
-    plain = tensor.detach()
-    return plain.to_local() if isinstance(plain, DTensor) else plain
-
-
-def sharded_as(parameter: Tensor, part: Tensor) -> Tensor:
-    """This rank's part of a tensor that is cut as `parameter` is; `part` itself where that is not cut."""
-    if not isinstance(parameter, DTensor):
-        return part
-    return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-    )
-
-
-@dataclass
-class Replica:
-    """A module whose weights are a bank (or the master), and the parts of groups that still read it."""
-
-    module: nn.Module
-    call: Callable[..., object]  # the module as `prepare` returned it: compiled, sharded
-    parameters: list[nn.Parameter]
-    weights: list[Tensor]  # the same storage, as plain local tensors
-    shards: list[FSDPModule] = field(default_factory=list)  # its parts that FSDP2 shards
-    readers: set[Part] = field(default_factory=set)
-    freed: list[int] = field(default_factory=list)  # bytes of each weight's storage while it has none
-
-    def free(self) -> None:
-        """Give the memory of the weights back; the tensors stay, and mean nothing until they are written."""
-        if not self.freed:
-            storages = [weight.untyped_storage() for weight in self.weights]
-            self.freed = [storage.nbytes() for storage in storages]
-            for storage in storages:
-                storage.resize_(0)
-
-    def allocate(self) -> None:
-        for weight, size in zip(self.weights, self.freed, strict=True) if self.freed else ():
-            weight.untyped_storage().resize_(size)
-        self.freed = []
+THE_MASTER: Part = (-1, True)  # reads the replica that is its upper half
 
 
 @dataclass(frozen=True)
@@ -108,37 +75,38 @@ class Versions:
         self.cutover = cutover
         self._one_kind = cutover.mixed and not looks_ahead  # a bank is the master: they share a replica
         self.names = [name for name, p in master.named_parameters() if p.requires_grad]
-        caches = _caches(master)  # here, under their own names: `prepare` may wrap layers
+        not_saved = caches(master)  # here, under their own names: `prepare` may wrap layers
         without_values = ready is not None or any(p.is_meta for p in master.parameters())
         count = delay + 2 if cutover.mixed and looks_ahead else delay + 1
         self.replicas = (
-            [_replica(copy.deepcopy(master), bank_dtype, prepare) for _ in range(count)]
+            [make_replica(copy.deepcopy(master), bank_dtype, prepare) for _ in range(count)]
             if ready is None
-            else [_replica(module, None, None) for module in ready]
+            else [make_replica(module, None, None) for module in ready]
         )
-        self.master = _replica(master, None, prepare)
+        self.master = make_replica(master, None, prepare)
         check_replicas(self.master, self.replicas, count, bank_dtype if ready is not None else None)
         if without_values:
             for replica in self.replicas:
                 copy_fixed(self.master.module, replica.module)
         self.owned = list(range(len(self.names)))  # fewer where the optimizer is sharded
+        self.compact: Compact | None = None
         self.partial = False  # the master holds what is owned, and nothing for the rest
         self._reading: dict[Part, Replica] = {}
-        self.buffers = [name for name, _ in master.named_buffers() if name not in caches]
-        self._unchecked = [name for name in self.buffers if name not in _caches(master)]
+        self.buffers = [name for name, _ in master.named_buffers() if name not in not_saved]
+        self._unchecked = [name for name in self.buffers if name not in caches(master)]
         # FSDP2 keeps views of its shards' memory; those are small.
         cut = any(isinstance(p, DTensor) for p in self.master.parameters)
-        self._parks = parks and len(self.replicas) > delay + 1 and not cut
+        self.parks = parks and len(self.replicas) > delay + 1 and not cut
         self.targets(0)
         self.spread()
 
     def spread(self) -> None:
         """Before the first group: every replica that is read as the master is."""
         for replica in self.replicas:
-            if self._parks and not replica.readers:
+            if self.parks and not replica.readers:
                 replica.free()
             else:
-                copy_(replica.weights, self.master.weights)
+                round_into(replica.weights, self.master.weights)
 
     def reads(self, group: int, microbatch: int) -> Read:
         """What a microbatch reads: the master or the bank of an index."""
@@ -163,16 +131,32 @@ class Versions:
     def release(self, group: int) -> None:
         """The last backward of `group` is done: nothing of it reads its replicas any more."""
         for part in ((group, False), (group, True)):
-            replica = self._reading.pop(part, None)
+            replica = self._let_go(part)
             if replica is not None:
-                replica.readers.discard(part)
                 refuse_changed_buffers(self._unchecked, self.module, replica.module)
         self._unchecked = []  # the first group tells
+
+    def _let_go(self, part: Part) -> Replica | None:
+        replica = self._reading.pop(part, None)
+        if replica is not None:
+            replica.readers.discard(part)
+        return replica
+
+    def make_compact(self) -> None:
+        """Before the first group: the master gives its memory back."""
+        holds_z = next(iter(self._reading.values()))  # they all do
+        self.compact = Compact(self.master, self.owned, holds_z)
+        self._reading[THE_MASTER] = holds_z
+        holds_z.readers.add(THE_MASTER)
+        self.partial = True
 
     def targets(self, index: int) -> list[Target]:
         """Where z_index and b_index go, and note their readers. Called once for each index, in order. A replica that
         was freed has yet to be allocated: whoever writes it knows when."""
         wanted: dict[Read, list[Part]] = {}
+        if self.compact is not None:
+            self._let_go(THE_MASTER)
+            wanted[Read("master", index)] = [THE_MASTER]
         for group in range(index, index + self.delay + 1):
             for part, read in self.parts(group):
                 if read.index == index:
@@ -201,7 +185,7 @@ class Versions:
 
         A group's bank stays until the update before it is `completed`: a state captured then has to have it.
         """
-        if not self._parks:
+        if not self.parks:
             return
         for replica in self.replicas:
             if replica.readers and all(
@@ -209,7 +193,14 @@ class Versions:
             ):
                 replica.free()
 
+    def gave_back(self, group: int) -> bool:
+        """Whether the bank of a group has no memory any more."""
+        replica = self._reading.get((group, False))
+        return replica is None or bool(replica.freed)
+
     def _is_done(self, part: Part, group: int, microbatch: int) -> bool:
+        if part == THE_MASTER:
+            return False
         last = self.cutover.microbatches if part[1] else self.cutover(part[0])
         return (part[0], last - 1) <= (group, microbatch)
 
@@ -218,8 +209,9 @@ class Versions:
 
         What the fresh part of such a group reads is the master.
         """
-        found = {group: replica for (group, fresh), replica in self._reading.items() if fresh}
-        return found | {group: replica for (group, fresh), replica in self._reading.items() if not fresh}
+        reading = {part: replica for part, replica in self._reading.items() if part != THE_MASTER}
+        found = {group: replica for (group, fresh), replica in reading.items() if fresh}
+        return found | {group: replica for (group, fresh), replica in reading.items() if not fresh}
 
     def apart(self, boundary: int) -> dict[int, Replica]:
         """A replica for each group from `boundary` on, shared with no other; what is not published yet has one too.
@@ -270,8 +262,10 @@ class Versions:
             replica = self._assign(Read(kind, 0), parts, own.get(parts[0]), others).replica
             replica.allocate()
             tensors = weights[parts[0]]
-            copy_([replica.weights[i] for i in tensors], list(tensors.values()))
-        for replica in self.replicas if self._parks else ():
+            round_into([replica.weights[i] for i in tensors], list(tensors.values()))
+        if self.compact is not None:
+            self.compact.take(weights[THE_MASTER], self._reading[THE_MASTER])
+        for replica in self.replicas if self.parks else ():
             if not replica.readers:
                 replica.free()
 
@@ -279,139 +273,3 @@ class Versions:
 def _same_memory(weights: Sequence[Tensor], bank: dict[int, Tensor]) -> bool:
     pairs = [(weights[i], tensor) for i, tensor in bank.items() if tensor.numel()]
     return bool(pairs) and all(own.data_ptr() == tensor.data_ptr() for own, tensor in pairs)
-
-
-def check_replicas(
-    master: Replica, replicas: Sequence[Replica], count: int, dtype: torch.dtype | None
-) -> None:
-    """Everything has values, and every replica is laid out as the master."""
-    if len(replicas) != count:
-        raise UserError(
-            f"There are {len(replicas)} ready replicas; the delay, the cutover and the correction call for {count}."
-        )
-    for replica in (master, *replicas):
-        for name, parameter in replica.module.named_parameters():
-            if parameter.is_meta:
-                raise UserError(
-                    f"'{name}' is on the meta device still: it has no values. Let prepare shard the module, then "
-                    "call to_empty and initialise it."
-                )
-    names = [name for name, p in master.module.named_parameters() if p.requires_grad]
-    for replica in replicas:
-        if [name for name, p in replica.module.named_parameters() if p.requires_grad] != names:
-            raise UserError("A ready replica has other trainable parameters than the master.")
-        for name, own, other in zip(names, master.parameters, replica.parameters, strict=True):
-            if _laid_out(own) != _laid_out(other):
-                raise UserError(
-                    f"'{name}' is {_laid_out(own)} in the master and {_laid_out(other)} in a replica. Lay them out "
-                    "alike."
-                )
-            if dtype is not None and other.dtype != dtype:
-                raise UserError(f"'{name}' is {other.dtype} in a ready replica, and bank_dtype is {dtype}.")
-
-
-def _laid_out(tensor: Tensor) -> tuple[object, ...]:
-    shape = tuple(tensor.shape)
-    return (shape, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (shape,)
-
-
-@torch.no_grad()
-def copy_fixed(master: nn.Module, replica: nn.Module) -> None:
-    """Give a replica that was made without values what no update will give it: frozen parameters and buffers."""
-    for own, other in zip(master.parameters(), replica.parameters(), strict=True):
-        if not own.requires_grad:
-            local(other).copy_(local(own))
-    for own, other in zip(master.buffers(), replica.buffers(), strict=True):
-        local(other).copy_(local(own))
-
-
-def _caches(module: nn.Module) -> set[str]:
-    """Buffers that the module itself does not save."""
-    saved = module.state_dict()
-    return {name for name, _ in module.named_buffers() if name not in saved}
-
-
-def _trainable(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module.parameters() if p.requires_grad]
-
-
-def _prepared(module: nn.Module, prepare: Prepare | None) -> Callable[..., object]:
-    if prepare is None:
-        return module
-    prepared = prepare(module)
-    return module if prepared is None else prepared
-
-
-def _replica(module: nn.Module, bank_dtype: torch.dtype | None, prepare: Prepare | None) -> Replica:
-    if bank_dtype is not None:
-        for parameter in module.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(bank_dtype)
-    call = _prepared(module, prepare)
-    parameters = _trainable(module)
-    return Replica(module, call, parameters, [local(p) for p in parameters], sharded_modules(module))
-
-
-@contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Inside, `module` is in evaluation mode; afterwards each of its parts is in the mode it was in."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
-def split_shared(module: nn.Module) -> list[list[str]]:
-    """Give every name its own Parameter and say which names were one: the tied weights inside this module.
-
-    Tied weights are separate tensors at every depth: their gradients are summed by the update, not by autograd,
-    whose order of summation would depend on where the model is cut.
-    """
-    names: dict[int, list[str]] = {}
-    places: set[tuple[int, str]] = set()
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        path, _, leaf = name.rpartition(".")
-        place = id(module.get_submodule(path)), leaf
-        if place not in places:  # a module that is used twice holds its parameters once
-            places.add(place)
-            names.setdefault(id(parameter), []).append(name)
-    ties = [shared for shared in names.values() if len(shared) > 1]
-    for shared in ties:
-        original = module.get_parameter(shared[0])
-        for name in shared[1:]:
-            path, _, leaf = name.rpartition(".")
-            twin = nn.Parameter(original.detach().clone(), requires_grad=original.requires_grad)
-            for marker, value in vars(original).items():  # such as a parameter's role
-                setattr(twin, marker, value)
-            setattr(module.get_submodule(path), leaf, twin)
-    return ties
-
-
-def check_layers(module: nn.Module) -> None:
-    """Refuse layers that the rule cannot follow: batch statistics change in the forward, so a replica and a restart
-    would each have their own, and sparse gradients have no norm, no reduction and no look-ahead."""
-    for name, child in module.named_modules():
-        name = name or type(child).__name__
-        if getattr(child, "track_running_stats", False) and getattr(child, "running_mean", None) is not None:
-            raise UserError(
-                f"'{name}' changes its running statistics in the forward, which weight versions cannot follow. Use a "
-                "norm without running statistics (LayerNorm, RMSNorm, GroupNorm) or track_running_stats=False."
-            )
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
-            raise UserError(
-                f"'{name}' makes sparse gradients, which the update does not take. Set sparse=False."
-            )
-
-
-def refuse_changed_buffers(names: Sequence[str], master: nn.Module, replica: nn.Module) -> None:
-    """The same for any other module, once its forwards have run."""
-    for name in names:
-        before, after = master.get_buffer(name), replica.get_buffer(name)
-        if not torch.equal(before, after) and not before.isnan().any():  # not a number is never equal
-            raise UserError(
-                f"The forward changed the buffer '{name}', which weight versions cannot follow: each copy of the "
-                "module has its own. Keep it outside the module, or make it persistent=False if it is a cache."
-            )

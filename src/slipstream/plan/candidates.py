@@ -14,11 +14,12 @@ from math import inf
 
 from slipstream.errors import UserError
 from slipstream.plan.layout import Job
-from slipstream.plan.memory import StageMemory, peak_activation_bytes, weights_memory
+from slipstream.plan.memory import AT_ONCE_BYTES, StageMemory, peak_activation_bytes, weights_memory
 from slipstream.plan.partition import partition
 from slipstream.plan.parts import LOSS_SCRATCH_MOST, build_model, stage_parts, stage_seconds
 from slipstream.plan.throughput import Shape, StageTimes, rank_of, stage_times
 from slipstream.schedule.actions import Schedule
+from slipstream.schedule.cutover import free_cutover
 from slipstream.schedule.generate import build, canonical
 
 SCHEDULES = ("pipedream_2bw", "1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
@@ -155,6 +156,7 @@ class Fitter:
             precision=job.precision,
             shards=shape.data_ranks if shape.shard_optimizer else 1,
             waiting=shape.stages * shape.data_ranks > 1,
+            fresh=shape.asynchronous and free_cutover(shape.stages, shape.microbatches) < shape.microbatches,
         )
         size = shape.microbatch_size
         head = layer = 0.0
@@ -168,8 +170,10 @@ class Fitter:
         # gradients there in the banks' precision; an update runs, when no microbatch is half done.
         working = max(head, layer)
         narrow = job.precision.bank if job.precision.bank != job.precision.gradient else 0
+        most = AT_ONCE_BYTES if shape.asynchronous else inf
         backward_ends = max(
-            narrow * sum(part.parameters for part in stage_parts(model, layers)) - self._held(layers, shape)
+            min(most, narrow * sum(part.parameters for part in stage_parts(model, layers)))
+            - self._held(layers, shape)
             for layers in chunks
         )
         update_runs = weights.transient - min(self._held(layers, shape) for layers in chunks)

@@ -1,15 +1,17 @@
 """Memory of a stage, by component, in bytes. Peaks, not sums over time.
 
-Bytes per parameter (bf16 banks, fp32 master and gradients):
+Bytes per parameter (bf16 banks, fp32 master and gradients), D data ranks that share the optimizer:
 
-                          banks  master  grads  Muon  AdamW  EF buffer
-    synchronous 1F1B        2      4       4      4     8       -
-    2BW                     4      4       8      4     8       -        (4 + 4: one set waits for its update)
-    2BW + EF, paper's form  4      4       8      4     8       4
-    2BW + EF, ours          4      4       8      4     8       0        (transient 4 where dtypes differ)
+                            banks  master  gradients  Muon  AdamW  at worst, beside these
+    synchronous 1F1B          2     4/D        4       4/D   8/D   2 (a backward ends)
+    2BW, all old              4     4/D        4       4/D   8/D   4/D (gradients that wait for their update)
+    2BW with a cutover        4     2/D        4       4/D   8/D   4/D, or 2/D where none wait (a third bank)
+    2BW + EF, paper's form    4     4          4       4     8     4, and a buffer of 4
 
-Sharding the optimizer over D data ranks divides master, state and the transient by D; banks and gradients
-stay whole. Activations are what the schedule keeps in flight, counted by `schedule.occupancy`.
+With a cutover the newest weights are the upper half of the master, of which 2 bytes are left (`pipeline/compact.py`);
+that takes bf16 banks and an optimizer that steps parameters apart. A single
+process has no gradients that wait. Activations are what the schedule keeps in flight,
+counted by `schedule.occupancy`.
 """
 
 from __future__ import annotations
@@ -50,6 +52,9 @@ STATE_BYTES: dict[str, tuple[float, float]] = {
     "ademamix": (12, 12),
     "sgd": (4, 4),
 }
+STEPS_APART = ("muon", "normuon", "scion", "adamw", "nadamw", "sgd")
+BUCKET_ELEMENTS, MOST_BUCKETS = 1 << 24, 16  # as in pipeline/compact.py, which a test compares
+AT_ONCE_BYTES = 16 << 20  # of narrow gradients that are not in their sums yet
 EXTRAPOLATES = ("error_feedback", "momentum_prediction")  # z_g must outlive the step
 
 
@@ -93,28 +98,45 @@ def weights_memory(
     precision: Precision = BF16,
     shards: int = 1,
     waiting: bool = True,
+    fresh: bool = False,
     paper_form: bool = False,
 ) -> StageMemory:
     """Everything that grows with parameters: hidden `matrices`, and `others` (embedding, head, vectors).
 
-    `waiting`: an asynchronous update waits for other ranks while the next group's gradients come in.
+    `waiting`: an asynchronous update waits for other ranks while the next group's gradients come in. `fresh`: a group
+    has a part that reads the newest weights.
     """
     parameters = matrices + others
     on_matrices, on_others = state_bytes(optimizer)
     separate = precision.bank != precision.master
+    extrapolates = asynchronous and correction in EXTRAPOLATES
+    compact = fresh and is_compact(optimizer, correction, precision)
+    # Two moments compete: the old bank is not dead yet and the next is there; gradients wait.
+    third = precision.bank / shards if asynchronous and fresh and extrapolates else 0.0
+    waits = precision.gradient / shards if asynchronous and waiting else 0.0
     if asynchronous:
-        banks = 2 * precision.bank
+        banks = 2 * precision.bank + (third if third > waits else 0.0)
     else:
         banks = precision.bank if separate else 0  # the master itself is read
-    extrapolates = asynchronous and correction in EXTRAPOLATES
+    z_g = precision.master * parameters / shards if extrapolates and separate else 0.0
     return StageMemory(
         banks=banks * parameters,
-        master=precision.master * parameters / shards,
-        gradients=precision.gradient * parameters * (2 if asynchronous and waiting else 1),
+        master=(precision.master - (precision.bank if compact else 0)) * parameters / shards,
+        gradients=(precision.gradient + (waits if waits >= third else 0.0)) * parameters,
         state=(on_matrices * matrices + on_others * others) / shards,
-        transient=precision.master * parameters / shards if extrapolates and separate else 0.0,
+        transient=_bucket(parameters / shards) if compact else z_g,
         correction=precision.master * parameters if asynchronous and paper_form else 0.0,
     )
+
+
+def is_compact(optimizer: str, correction: str, precision: Precision) -> bool:
+    """Whether the master is kept in halves, given that a group has a fresh part."""
+    return precision == BF16 and optimizer in STEPS_APART and correction in ("none", *EXTRAPOLATES)
+
+
+def _bucket(parameters: float) -> float:
+    """Bytes of the part of the master that is whole at a time: before the step, after it, and one pass of scratch."""
+    return 12 * min(parameters, max(BUCKET_ELEMENTS, parameters / MOST_BUCKETS))
 
 
 def bytes_per_parameter(**settings) -> Mapping[str, float]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from slipstream.config import Config
@@ -38,9 +38,6 @@ class Engine(Protocol):
 
     @property
     def optimizer(self) -> Optimizer: ...
-
-    @property
-    def masters(self) -> list[nn.Module]: ...
 
     @property
     def names(self) -> set[str]:
@@ -119,7 +116,6 @@ class Emulated:
         )
         self.after_update: AfterUpdate | None = None
         self._stop = False
-        self.masters: list[nn.Module] = list(modules)
         self.names = {name for module in modules for name, _ in module.named_parameters()}
         self.optimizer = self._emulator.optimizer
         self.busy_seconds = math.nan  # one process that never waits for another

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.pipeline.compact import whole
+
 PIECE = 1 << 24  # words that are summed at once
 WINDOW = 64
 WARM_UP = 16  # losses seen before a spike can be told from the steep start
@@ -99,11 +101,11 @@ def _sums(tensor: Tensor) -> Tensor:
 def fingerprint(state: Mapping[str, Any], tied: Iterable[str]) -> dict[str, str]:
     """Checksums of one rank's state: everything the data ranks must agree on, and the tied weights."""
     tied = set(tied)
-    found = {"master": checksum(state["master"].values())}
+    found = {"master": checksum(map(whole, state["master"].values()))}
     for reader, bank in state["banks"].items():
         found[f"{reader} bank"] = checksum(bank.values())
     for name in tied & state["master"].keys():
-        found[f"tied/{name}/master"] = checksum([state["master"][name]])
+        found[f"tied/{name}/master"] = checksum([whole(state["master"][name])])
         for reader, bank in state["banks"].items():
             found[f"tied/{name}/{reader} bank"] = checksum([bank[name]])
     return found

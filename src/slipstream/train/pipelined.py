@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from slipstream.config import Config
@@ -46,10 +46,10 @@ class Pipelined:
             tied=tied_names(model, module),
             data_group=data_group,
             shard_optimizer=pipeline.shard_optimizer,
+            compact_master=None,
             prepare=build.preparation(config),
             timeout=config.train.timeout_seconds,
         )
-        self.masters: list[nn.Module] = [module]
         self.names = {name for name, _ in module.named_parameters()}
         self.optimizer = self._schedule.optimizer
 

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slipstream.errors import CheckpointError
+from slipstream.pipeline.compact import Halves
 
 TENSOR = "$tensor"
 
@@ -79,7 +80,7 @@ class Snapshot:
     def complete(self) -> Any:
         if self.copied is not None:
             self.copied.synchronize()
-        return self.tree
+        return _whole(self.tree)
 
 
 class Copier:
@@ -102,7 +103,18 @@ class Copier:
         return Snapshot(found, event)
 
 
+def _whole(tree: Any) -> Any:
+    """The halves of a compact master are put together on the host."""
+    if isinstance(tree, Halves):
+        return tree.whole()
+    if isinstance(tree, dict):
+        return {key: _whole(value) for key, value in tree.items()}
+    return tree
+
+
 def _copied(tree: Any) -> Any:
+    if isinstance(tree, Halves):
+        return Halves(_copied(tree.high), _copied(tree.low))
     if isinstance(tree, torch.Tensor):
         tensor = tree.detach()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

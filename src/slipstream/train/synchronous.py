@@ -36,9 +36,10 @@ from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.mesh import Mesh
 from slipstream.pipeline.peers import Alone
 from slipstream.pipeline.placement import grid_of, place
+from slipstream.pipeline.replica import Replica
 from slipstream.pipeline.torch_trace import TorchTrace
 from slipstream.pipeline.update import Updater
-from slipstream.pipeline.versions import Replica, Versions
+from slipstream.pipeline.versions import Versions
 from slipstream.schedule.cutover import Cutover, always
 from slipstream.schedule.timeline import Span
 from slipstream.torch_private import greeting_others_only
@@ -76,7 +77,6 @@ class Synchronous:
             for m in modules
         ]
         self._accumulators = [Accumulator(versions.master) for versions in self._versions]
-        self.masters: list[nn.Module] = list(modules)
         names = [name for versions in self._versions for name in versions.names]
         self.names = set(names)
         ties = _ties(model, names)

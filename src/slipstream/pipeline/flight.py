@@ -1,0 +1,176 @@
+"""The microbatches of one stage between their forward and their backward: what each action computes, sends and awaits.
+
+When an action runs is the schedule's business (`runtime.py`); which weights it reads is that of `versions.py`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import StageError, UserError
+from slipstream.pipeline.board import PeerLost
+from slipstream.pipeline.checks import as_message, detached, shapes
+from slipstream.pipeline.depth import Depth
+from slipstream.pipeline.fsdp import before_backward, give_back
+from slipstream.pipeline.gradients import Accumulator
+from slipstream.pipeline.links import Links
+from slipstream.pipeline.messages import Spec, spec_of
+from slipstream.pipeline.microbatches import Microbatch, check_loss
+from slipstream.pipeline.options import Options
+from slipstream.pipeline.replica import Replica
+from slipstream.pipeline.torch_stage import StageInfo
+from slipstream.pipeline.trace import Trace
+from slipstream.pipeline.update import Updater
+from slipstream.pipeline.versions import Versions
+from slipstream.schedule.actions import Kind
+
+Result = tuple[Tensor | None, Any]  # of a microbatch on the last stage: its loss and its output
+
+
+class _InFlight(NamedTuple):
+    group: int
+    microbatch: int
+    replica: Replica
+    inputs: list[Tensor]
+    outputs: list[Tensor]  # on the last stage, the loss
+
+
+class Flight:
+    """Forwards, backwards in the same order, and how many are between. `len` of it is in flight."""
+
+    def __init__(
+        self,
+        stage: StageInfo,
+        options: Options,
+        versions: Versions,
+        links: Links,
+        updater: Updater,
+        depth: Depth,
+        trace: Trace,
+        loss: Callable[..., Tensor],
+    ) -> None:
+        self._stage, self._options, self._versions = stage, options, versions
+        self._links, self._updater, self._depth, self._trace = links, updater, depth, trace
+        self._loss_of = loss
+        self._accumulator = Accumulator(versions.master, at_once=True)
+        self._waiting: deque[_InFlight] = deque()
+        self._spec: Spec | None = None  # of this stage's output, fixed by the first microbatch
+        self.loss_kwargs: dict[str, Any] = {}  # of the group or evaluation whose forwards run
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def forward(self, group: int, index: int, microbatch: Microbatch, keep_output: bool) -> Result:
+        args, kwargs, target = microbatch
+        replica = self._versions.replica(group, index)
+        more = index + 1 < self._options.n_microbatches
+        inputs = list(args) if self._stage.first else self._links.receive_activations(group, index, more)
+        with self._trace.action(Kind.FORWARD, group, index, self._versions.reads(group, index).index):
+            output = self._stage.route.run(replica.call, inputs, kwargs)
+            loss = self._loss(output, target) if self._stage.last else None
+        outputs = [loss] if loss is not None else as_message(output)
+        self._waiting.append(_InFlight(group, index, replica, inputs, outputs))
+        if loss is None:
+            self._send(group, index, outputs)
+            return None, None
+        return loss.detach(), detached(output) if keep_output else None
+
+    def _send(self, group: int, index: int, outputs: list[Tensor]) -> None:
+        spec = spec_of(outputs)
+        if self._spec is None:
+            self._spec = spec
+            self._depth.link_seconds = self._links.introduce(spec)
+        elif spec != self._spec:
+            raise UserError(
+                f"Stage {self._stage.index} returned {shapes(spec)} for group {group}, microbatch {index}, but "
+                f"{shapes(self._spec)} before. Every microbatch must have the same shapes: pad or drop the odd one."
+            )
+        self._links.send_activations(outputs, spec)
+
+    def backward(self) -> None:
+        """Of the oldest in flight. After the last one of a group, its update begins."""
+        group, index, replica, inputs, outputs = self._waiting.popleft()
+        if self._stage.last:
+            roots, grads = outputs, [torch.full_like(outputs[0], self._options.gradient_of_loss)]
+        else:
+            roots = [output for output in outputs if output.requires_grad]
+            grads = self._links.receive_gradients(group, index)
+        microbatches = self._options.n_microbatches
+        if (
+            index == 0
+        ):  # a new sum: the one before it gives its memory back, as far as other stages are not needed
+            self._updater.advance()
+            self._updater.settle()
+        with self._trace.action(Kind.BACKWARD, group, index, self._versions.reads(group, index).index):
+            last = index + 1 in (
+                self._versions.cutover(group),
+                microbatches,
+            )  # of those that read this replica
+            before_backward(replica.shards, last)
+            self._accumulator.enter(replica)
+            if roots:
+                torch.autograd.backward(roots, grads)
+            self._accumulator.add(replica)
+            if last:
+                give_back(replica.shards)
+        if not self._stage.first:
+            self._links.send_gradients(group, inputs, keep=microbatches)
+        self._versions.park(group, index, self._updater.completed)
+        if index + 1 == microbatches:
+            self._depth.tell(self._updater.tally, self._trace.pair_seconds)
+            self._updater.begin(group, self._accumulator.take())
+        else:
+            self._updater.advance()
+
+    def land(self) -> None:
+        """Every backward that is left."""
+        while self._waiting:
+            self.backward()
+
+    def await_weights(self, group: int, microbatch: int) -> None:
+        """They come from update index - 1, which must be done, gathers and all, and its group's backwards before it:
+        a stage that waited first, with more in flight than come before the cutover, would wait for ever."""
+        update = self._versions.reads(group, microbatch).index - 1
+        while self._waiting and self._waiting[0].group <= update:
+            self.backward()
+        bank = self._versions.reads(group, microbatch).kind == "bank"
+        try:
+            if bank:
+                self._updater.finish_bank(update)
+            else:
+                self._updater.finish(update)
+        except PeerLost as error:
+            lost = self._links.lost_neighbour()
+            if lost is None:
+                raise
+            raise StageError(
+                f"{error}. {lost} closed its connection before group {group}, microbatch {microbatch}."
+            ) from error
+
+    def evaluate(
+        self, microbatches: Sequence[Microbatch], has_target: bool, keep_output: bool
+    ) -> list[Result]:
+        """Forwards at the master; nothing else is in flight."""
+        results: list[Result] = []
+        spec = self._links.hear_evaluation()
+        for index, (args, kwargs, target) in enumerate(microbatches):
+            message = self._links.receive_evaluation(index, spec) if spec else list(args)
+            output = self._stage.route.run(self._versions.master.call, message, kwargs)
+            if self._stage.last:
+                loss = self._loss(output, target).detach() if has_target else None
+                results.append((loss, output if keep_output else None))
+            else:
+                self._links.send_evaluation(index, as_message(output))
+        self._links.finish_sends()
+        return results
+
+    def _loss(self, output: Any, target: Any) -> Tensor:
+        return check_loss(self._loss_of(output, target, **self.loss_kwargs))
+
+    def clear(self) -> None:
+        self._waiting.clear()

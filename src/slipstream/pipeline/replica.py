@@ -1,0 +1,131 @@
+"""A copy of a stage's module whose weights are one version, and what it takes to make one as `prepare` wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from slipstream.errors import UserError
+from slipstream.pipeline.fsdp import sharded_modules
+
+Prepare = Callable[[nn.Module], nn.Module | None]
+Part = tuple[
+    int, bool
+]  # of a group: its number, and whether it is the fresh part (z_g) or the old one (a bank)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lives on this rank, without autograd."""
+    plain = tensor.detach()
+    return plain.to_local() if isinstance(plain, DTensor) else plain
+
+
+def sharded_as(parameter: Tensor, part: Tensor) -> Tensor:
+    """This rank's part of a tensor that is cut as `parameter` is; `part` itself where that is not cut."""
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+@dataclass
+class Replica:
+    """A module whose weights are a bank (or the master), and the parts of groups that still read it."""
+
+    module: nn.Module
+    call: Callable[..., object]  # the module as `prepare` returned it: compiled, sharded
+    parameters: list[nn.Parameter]
+    weights: list[Tensor]  # the same storage, as plain local tensors
+    shards: list[FSDPModule] = field(default_factory=list)  # its parts that FSDP2 shards
+    readers: set[Part] = field(default_factory=set)
+    freed: dict[int, int] = field(default_factory=dict)  # bytes of a weight's storage while it has none
+
+    def free(self, indices: Iterable[int] | None = None) -> None:
+        """Give the memory of weights back (all: None); the tensors stay, and mean nothing until they are written."""
+        for i in range(len(self.weights)) if indices is None else indices:
+            storage = self.weights[i].untyped_storage()
+            if i not in self.freed and storage.nbytes():
+                self.freed[i] = storage.nbytes()
+                storage.resize_(0)
+
+    def allocate(self, indices: Iterable[int] | None = None) -> None:
+        for i in list(self.freed) if indices is None else indices:
+            if i in self.freed:
+                self.weights[i].untyped_storage().resize_(self.freed.pop(i))
+
+
+def check_replicas(
+    master: Replica, replicas: Sequence[Replica], count: int, dtype: torch.dtype | None
+) -> None:
+    """Everything has values, and every replica is laid out as the master."""
+    if len(replicas) != count:
+        raise UserError(
+            f"There are {len(replicas)} ready replicas; the delay, the cutover and the correction call for {count}."
+        )
+    for replica in (master, *replicas):
+        for name, parameter in replica.module.named_parameters():
+            if parameter.is_meta:
+                raise UserError(
+                    f"'{name}' is on the meta device still: it has no values. Let prepare shard the module, then "
+                    "call to_empty and initialise it."
+                )
+    names = [name for name, p in master.module.named_parameters() if p.requires_grad]
+    for replica in replicas:
+        if [name for name, p in replica.module.named_parameters() if p.requires_grad] != names:
+            raise UserError("A ready replica has other trainable parameters than the master.")
+        for name, own, other in zip(names, master.parameters, replica.parameters, strict=True):
+            if _laid_out(own) != _laid_out(other):
+                raise UserError(
+                    f"'{name}' is {_laid_out(own)} in the master and {_laid_out(other)} in a replica. Lay them out "
+                    "alike."
+                )
+            if dtype is not None and other.dtype != dtype:
+                raise UserError(f"'{name}' is {other.dtype} in a ready replica, and bank_dtype is {dtype}.")
+
+
+def _laid_out(tensor: Tensor) -> tuple[object, ...]:
+    shape = tuple(tensor.shape)
+    return (shape, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (shape,)
+
+
+@torch.no_grad()
+def copy_fixed(master: nn.Module, replica: nn.Module) -> None:
+    """Give a replica that was made without values what no update will give it: frozen parameters and buffers."""
+    for own, other in zip(master.parameters(), replica.parameters(), strict=True):
+        if not own.requires_grad:
+            local(other).copy_(local(own))
+    for own, other in zip(master.buffers(), replica.buffers(), strict=True):
+        local(other).copy_(local(own))
+
+
+def caches(module: nn.Module) -> set[str]:
+    """Buffers that the module itself does not save."""
+    saved = module.state_dict()
+    return {name for name, _ in module.named_buffers() if name not in saved}
+
+
+def _trainable(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def _prepared(module: nn.Module, prepare: Prepare | None) -> Callable[..., object]:
+    if prepare is None:
+        return module
+    prepared = prepare(module)
+    return module if prepared is None else prepared
+
+
+def make_replica(module: nn.Module, bank_dtype: torch.dtype | None, prepare: Prepare | None) -> Replica:
+    if bank_dtype is not None:
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(bank_dtype)
+    call = _prepared(module, prepare)
+    parameters = _trainable(module)
+    return Replica(module, call, parameters, [local(p) for p in parameters], sharded_modules(module))
