@@ -74,9 +74,9 @@ def parked(world, cases):
 
     begun = Versions.park
 
-    def watched(self, *args):
+    def watched(self, *args, **options):
         nonlocal least
-        begun(self, *args)
+        begun(self, *args, **options)
         least = min(least, held(self))
 
     Versions.park = watched
@@ -95,6 +95,51 @@ def compact(world, cases):
         return [one(world, compact_master=True, **case) for case in cases]
     finally:
         module.BUCKET_ELEMENTS, module.MOST_BUCKETS = before
+
+
+class Copying:
+    """A copy of the live state on another stream, as an event tells of it: done when `done` is set, or waited for."""
+
+    done = False
+
+    def query(self):
+        return self.done
+
+    def wait(self, *stream):
+        self.done = True
+
+
+def copied_late(world, **options):
+    """Whether what was captured stays until its copy is done: for a whole group, but for the update."""
+    schedule = jobs.build(world, m=M, cutover=2, **options)
+    copying, kept = Copying(), []
+
+    def capture(group):
+        if group == 3:
+            state = schedule.capture()
+            kept.extend((bank[name], bank[name].clone()) for bank in state["banks"].values() for name in bank)
+            schedule.hold(copying)
+
+    def held():
+        return all(t.untyped_storage().nbytes() and torch.equal(t, before) for t, before in kept)
+
+    schedule.after_update = capture
+    seen = []
+    begun = Versions.park
+
+    def watched(self, group, microbatch, completed, keep=False):
+        begun(self, group, microbatch, completed, keep)
+        if kept and not copying.done:
+            seen.append(held())
+
+    Versions.park = watched
+    try:
+        for group in range(6):
+            jobs.step(world, schedule, group, rows=ROWS)
+        schedule.drain()
+    finally:
+        Versions.park = begun
+    return seen
 
 
 def unread(world, **options):

@@ -94,6 +94,13 @@ def test_memory_that_is_given_back_changes_nothing(pool, stages):
             assert_same((results[-1]["losses"][: 5 * M] + tail[0], tail[1]), emulate(**case))
 
 
+@pytest.mark.parametrize("stages", [1, 3])
+def test_what_is_being_copied_is_not_given_back(pool, stages):
+    for seen in pool.run("pipeline.cutover_jobs:copied_late", ranks=stages, **EF):
+        assert len(seen) > 3
+        assert all(seen)
+
+
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_the_default_is_what_the_least_warm_up_needs(pool, stages):
     assert pool.run("pipeline.cutover_jobs:default", ranks=stages) == [[stages] * 3] * stages

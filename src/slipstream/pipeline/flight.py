@@ -120,7 +120,7 @@ class Flight:
                 give_back(replica.shards)
         if not self._stage.first:
             self._links.send_gradients(group, inputs, keep=microbatches)
-        self._versions.park(group, index, self._updater.completed)
+        self._versions.park(group, index, self._updater.completed, keep=self._updater.copying)
         if index + 1 == microbatches:
             self._depth.tell(self._updater.tally, self._trace.pair_seconds)
             self._updater.begin(group, self._accumulator.take())

@@ -82,6 +82,11 @@ class Updater:
         """The next update writes nothing before `copied`."""
         self._copies.append(copied)
 
+    @property
+    def copying(self) -> bool:
+        """Whether a captured state is still being copied."""
+        return any(not copied.query() for copied in self._copies)
+
     def forget(self) -> None:
         """Drop what is known of recent groups: a state was loaded, and they may come again."""
         self.grad_norms.clear()
@@ -229,7 +234,8 @@ class Updater:
         self, group: int, grads: Gradients, norm: float
     ) -> Generator[Wait, None, list[Written]]:
         while self._copies:
-            self._copies.pop().wait(torch.cuda.current_stream(self.parameters[0].device))
+            device = self.parameters[0].device
+            self._copies.pop().wait(torch.cuda.current_stream(device) if device.type == "cuda" else None)
         finite = math.isfinite(norm)
         targets: list[Written] = []
         for versions in self.versions:

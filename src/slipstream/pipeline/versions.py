@@ -180,12 +180,13 @@ class Versions:
             self._reading[part] = replica
         return Target(replica, read)
 
-    def park(self, group: int, microbatch: int, completed: int) -> None:
+    def park(self, group: int, microbatch: int, completed: int, keep: bool = False) -> None:
         """The backward of a microbatch is done: free the replicas that no later one reads.
 
-        A group's bank stays until the update before it is `completed`: a state captured then has to have it.
+        A group's bank stays until the update before it is `completed`: a state captured then has to have it; and while
+        such a state is being copied (`keep`).
         """
-        if not self.parks:
+        if not self.parks or keep:
             return
         for replica in self.replicas:
             if replica.readers and all(
