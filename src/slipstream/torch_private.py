@@ -50,6 +50,8 @@ def mul_(targets: Tensors, factor: float | Tensor | Tensors) -> None:
 
 def norms(tensors: Tensors) -> list[Tensor]:
     """The Euclidean norm of each tensor."""
+    if any(tensor.dtype == torch.bfloat16 for tensor in tensors):
+        return list(torch._foreach_norm(list(tensors), dtype=torch.float32))
     return list(torch._foreach_norm(list(tensors))) if tensors else []
 
 

@@ -22,6 +22,19 @@ CASES = [
 ]
 
 
+NARROW = [{**case, "gradient_dtype": torch.bfloat16} for case in (CASES[1], CASES[4], CASES[6])]
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_sums_in_bfloat16_are_rounded_alike_at_every_depth(pool, stages):
+    for job in ("compact", "many"):
+        ranks = pool.run(f"pipeline.cutover_jobs:{job}", NARROW, ranks=stages)
+        for index, case in enumerate(NARROW):
+            expected = emulate(**case)
+            assert_same(join([rank[index] for rank in ranks]), expected)
+            assert expected[0] != emulate(**{**case, "gradient_dtype": None})[0]
+
+
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_the_bits_are_those_of_a_plain_master(pool, stages):
     ranks = pool.run("pipeline.cutover_jobs:compact", CASES, ranks=stages)
@@ -83,6 +96,7 @@ def test_wrong_use_says_what_to_change(pool):
 
     refused("no group has both an old part and a fresh one", cutover=M)
     refused("bank_dtype=torch.bfloat16", bank_dtype=None)
+    refused("rounded at random", gradient_dtype=torch.float16)
     refused("Adadelta does not allow", optimizer=tiny.adadelta)
     for message in pool.run("pipeline.cutover_jobs:unread", ranks=1, **EF)[0]:
         assert "gathered_master" in message

@@ -55,6 +55,7 @@ class Emulator:
         stages: Sequence[nn.Module] | None = None,
         mismatch: int | Sequence[int] = 0,
         bank_dtype: torch.dtype | None = None,
+        gradient_dtype: torch.dtype | None = None,
         prepare: Prepare | None = None,
         args_chunk_spec: Sequence[ChunkSpec] | None = None,
         kwargs_chunk_spec: Mapping[str, ChunkSpec] | None = None,
@@ -65,8 +66,8 @@ class Emulator:
         if (module is None) == (stages is None):
             raise UserError("Give the Emulator either a module or stages=[modules], not both.")
         self._options = Options(
-            n_microbatches, loss_fn, optimizer, correction, max_grad_norm, synchronous, bank_dtype, prepare,
-            scale_grads=scale_grads, args_chunk_spec=args_chunk_spec, kwargs_chunk_spec=kwargs_chunk_spec,
+            n_microbatches, loss_fn, optimizer, correction, max_grad_norm, synchronous, bank_dtype, gradient_dtype,
+            prepare, scale_grads=scale_grads, args_chunk_spec=args_chunk_spec, kwargs_chunk_spec=kwargs_chunk_spec,
         )  # fmt: skip
         assert loss_fn is not None
         assert optimizer is not None
@@ -102,7 +103,7 @@ class Emulator:
             )
             for part, old, late in zip(modules, cutovers, delays, strict=True)
         ]
-        self._accumulators = [Accumulator(v.master) for v in self._versions]
+        self._accumulators = [Accumulator(v.master, v.names, dtype=gradient_dtype) for v in self._versions]
         dtypes = [p.dtype for v in self._versions for p in v.master.parameters]
         self._graphs = Graphs(recorder, self._loss, dtypes) if recorder else None
         names = [n for n, p in self._module.named_parameters() if p.requires_grad]
@@ -170,7 +171,7 @@ class Emulator:
         """Forward and backward of a microbatch, which stands for `count` of them; its loss."""
         replicas = [versions.replica(group, index) for versions in self._versions]
         for replica, accumulator in zip(replicas, self._accumulators, strict=True):
-            accumulator.enter(replica)
+            accumulator.enter(replica, group * self.n_microbatches + index)
         loss, weight = None, count / self.n_microbatches if self._options.scale_grads else count
         if self._graphs is not None:
             loss = self._graphs.run(group, self._updater.completed, replicas, microbatch, weight)

@@ -57,7 +57,9 @@ class Flight:
         self._stage, self._options, self._versions = stage, options, versions
         self._links, self._updater, self._depth, self._trace = links, updater, depth, trace
         self._loss_of = loss
-        self._accumulator = Accumulator(versions.master, at_once=True)
+        self._accumulator = Accumulator(
+            versions.master, versions.names, at_once=True, dtype=options.gradient_dtype
+        )
         self._waiting: deque[_InFlight] = deque()
         self._spec: Spec | None = None  # of this stage's output, fixed by the first microbatch
         self.loss_kwargs: dict[str, Any] = {}  # of the group or evaluation whose forwards run
@@ -112,7 +114,7 @@ class Flight:
                 microbatches,
             )  # of those that read this replica
             before_backward(replica.shards, last)
-            self._accumulator.enter(replica)
+            self._accumulator.enter(replica, group * microbatches + index)
             if roots:
                 torch.autograd.backward(roots, grads)
             self._accumulator.add(replica)

@@ -2,8 +2,9 @@
 
 Where banks have the master's dtype, autograd's own accumulation in `.grad` is the sum. Where they are narrower
 (bf16), each microbatch's gradient is added to an accumulator of the master's dtype and `.grad` is dropped: a sum
-kept in bf16 would lose the small terms. Where a group's fresh part reads another replica than its old part, the sum
-goes over to it: microbatch after microbatch, one sum, in their order.
+kept in bf16 would lose the small terms. On request all sums are in bf16 and rounded at random (`dither.py`). Where a
+group's fresh part reads another replica than its old part, the sum goes over to it: microbatch after microbatch, one
+sum, in their order.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from slipstream.lists import add_, copy_
 from slipstream.optim.sharded import local  # a gradient has no graph to be detached from
+from slipstream.pipeline.dither import add_dithered, seed_of
 from slipstream.pipeline.peers import Gradients
 from slipstream.pipeline.replica import Replica
 
@@ -27,11 +29,21 @@ class Accumulator:
     """Collects the gradients of the group whose backwards run now; groups never interleave on a stage.
 
     `at_once`: a narrow gradient is added as soon as the backward has made it, a few megabytes at a time, and dropped;
-    else all of a microbatch's wait for `add`.
+    else all of a microbatch's wait for `add`. `dtype`: bfloat16 for sums that are rounded at random; None: the
+    master's.
     """
 
-    def __init__(self, master: Replica, at_once: bool = False) -> None:
-        self._dtypes = [p.dtype for p in master.parameters]
+    def __init__(
+        self,
+        master: Replica,
+        names: Sequence[str] = (),
+        *,
+        at_once: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._names, self._dithered = names, dtype is not None
+        self._turn = 0  # of the microbatch whose backward runs
+        self._dtypes = [dtype or p.dtype for p in master.parameters]
         self._at: Replica | None = None  # the replica whose `.grad` holds the sum so far
         self._wide: dict[int, Tensor] = {}
         self._narrow: dict[int, list[int]] = {}  # by the replica's id: which of its parameters are narrower
@@ -39,8 +51,9 @@ class Accumulator:
         self._made: list[tuple[int, Tensor]] = []  # by the backward that runs, and not added yet
         self._made_bytes = 0
 
-    def enter(self, replica: Replica) -> None:
-        """Before the backward of a microbatch that read `replica`."""
+    def enter(self, replica: Replica, turn: int) -> None:
+        """Before the backward of a microbatch that read `replica`, the `turn`-th of the run."""
+        self._turn = turn
         if self._at is not None and self._at is not replica:
             for before, now in zip(self._at.parameters, replica.parameters, strict=True):
                 now.grad, before.grad = before.grad, None
@@ -51,7 +64,7 @@ class Accumulator:
         if id(replica) in self._narrow:
             return
         pairs = enumerate(zip(replica.parameters, self._dtypes, strict=True))
-        narrow = [i for i, (p, dtype) in pairs if p.dtype != dtype]
+        narrow = [i for i, (p, dtype) in pairs if p.dtype != dtype or self._dithered]
         hooked: list[int] = []
         if self._at_once:  # FSDP2 writes its gradients itself, and late
             hooked = [i for i in narrow if not isinstance(replica.parameters[i], DTensor)]
@@ -86,11 +99,15 @@ class Accumulator:
     @torch.no_grad()
     def _add(self, terms: Sequence[tuple[int, Tensor]]) -> None:
         first = [(i, term) for i, term in terms if i not in self._wide]
-        more = [(self._wide[i], term) for i, term in terms if i in self._wide]
+        more = [(i, term) for i, term in terms if i in self._wide]
         for i, term in first:
             self._wide[i] = torch.empty_like(term, dtype=self._dtypes[i])
         copy_([self._wide[i] for i, _ in first], [term for _, term in first])
-        add_([wide for wide, _ in more], [term for _, term in more])
+        sums, others = [self._wide[i] for i, _ in more], [term for _, term in more]
+        if self._dithered:
+            add_dithered(sums, others, [seed_of(self._names[i], self._turn) for i, _ in more])
+        else:
+            add_(sums, others)
 
     def take(self, replica: Replica | None = None) -> Gradients:
         """The group's gradients; what follows starts from nothing. `replica`: of the last microbatch, for those who

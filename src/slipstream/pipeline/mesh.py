@@ -72,9 +72,10 @@ class Mesh:
         device: torch.device,
         timeout_seconds: float,
         summed: bool = False,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
         # What it takes to make a gradient, not the weights: a sharded master gives most of them back.
-        self._forms = [(p.shape, p.dtype, p.device) for p in map(local, parameters)]
+        self._forms = [(p.shape, gradient_dtype or p.dtype, p.device) for p in map(local, parameters)]
         self._rows, self._grid, self._ties = list(rows), grid, ties
         held = held_ties(parameters, ties, rows)
         self.layout = _discover(len(rows), held, stage, stages, group, data_group, grid)

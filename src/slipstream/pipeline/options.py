@@ -29,6 +29,7 @@ class Options:
     max_grad_norm: float | None
     synchronous: int | Callable[[int], bool] = 0
     bank_dtype: torch.dtype | None = None
+    gradient_dtype: torch.dtype | None = None  # of a group's sums; None: the master's
     prepare: Prepare | None = None
     replicas: Sequence[nn.Module] | None = None
     scale_grads: bool = True
@@ -58,6 +59,14 @@ class Options:
             )
         if self.bank_dtype == torch.float16:
             raise _half("bank_dtype=torch.float16")
+        if (
+            self.gradient_dtype is not None
+            and (self.gradient_dtype, self.bank_dtype) != (torch.bfloat16,) * 2
+        ):
+            raise UserError(
+                f"gradient_dtype={self.gradient_dtype} with bank_dtype={self.bank_dtype}: sums are kept in the "
+                "master's dtype (None) or, with bfloat16 banks, in bfloat16, rounded at random."
+            )
         if self.data_reduction not in ("mean", "sum"):
             raise UserError(
                 f"data_reduction={self.data_reduction!r}: gradients over data ranks are a 'mean' or a 'sum'."

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -53,7 +54,13 @@ def planned(
     return Plan(list(parameters), rows, grid, indices, summed)
 
 
-def peers_of(stage: StageInfo, plan: Plan, data_group: ProcessGroup | None, timeout: float) -> Alone | Mesh:
+def peers_of(
+    stage: StageInfo,
+    plan: Plan,
+    data_group: ProcessGroup | None,
+    timeout: float,
+    gradient_dtype: torch.dtype | None = None,
+) -> Alone | Mesh:
     """The peers of this rank; none where one process has the whole model."""
     if stage.count == 1 and plan.grid.alone:
         check_ties([held_ties(plan.parameters, plan.ties, plan.rows)])
@@ -69,6 +76,7 @@ def peers_of(stage: StageInfo, plan: Plan, data_group: ProcessGroup | None, time
         data_group=data_group,
         device=stage.device,
         summed=plan.summed,
+        gradient_dtype=gradient_dtype,
         timeout_seconds=timeout,
     )
 

@@ -69,6 +69,7 @@ class Schedule2BW:
         cutover: GivenCutover = None,
         in_flight: int | None = None,
         bank_dtype: torch.dtype | None = None,
+        gradient_dtype: torch.dtype | None = None,
         tied: dict[str, str | Sequence[str]] | None = None,
         data_group: ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
@@ -86,8 +87,8 @@ class Schedule2BW:
         self._stage = read_stage(stage)
         last, count, module = self._stage.last, self._stage.count, self._stage.module
         options = Options(
-            n_microbatches, loss_fn, optimizer, correction, max_grad_norm, synchronous, bank_dtype, prepare, replicas,
-            scale_grads, data_reduction, args_chunk_spec, kwargs_chunk_spec, last, count,
+            n_microbatches, loss_fn, optimizer, correction, max_grad_norm, synchronous, bank_dtype, gradient_dtype,
+            prepare, replicas, scale_grads, data_reduction, args_chunk_spec, kwargs_chunk_spec, last, count,
         )  # fmt: skip
         options.check_module(module)
         check_layers(module)
@@ -117,7 +118,7 @@ class Schedule2BW:
             for replica in self._versions.replicas:
                 sum_gradients(replica.shards)
         plan = planned(self._versions, ties, mesh, data_group, shard_optimizer, data_reduction == "sum")
-        self._peers: Alone | Mesh = peers_of(self._stage, plan, data_group, timeout)
+        self._peers: Alone | Mesh = peers_of(self._stage, plan, data_group, timeout, gradient_dtype)
         self._links = Links(
             self._stage, self._peers.groups, warm_up_behind=lambda: self._depth.warm_up_behind,
             timeout_seconds=timeout, delay_seconds=link_latency,

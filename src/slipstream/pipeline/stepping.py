@@ -44,15 +44,22 @@ class Stepping:
         self._optimizer, self._correction, self._owned = optimizer, correction, owned
         self._parameters = [p for v in versions for p in v.master.parameters]
         self._versions = versions
+        self._factor = 1.0  # by which the gradients of the update under way are clipped
 
     @property
     def in_buckets(self) -> bool:
         return any(versions.compact is not None for versions in self._versions)
 
     def clip(self, grads: Gradients, most: float | None, norm: float) -> None:
-        factor = 1.0 if most is None else most / (norm + 1e-6)
-        if factor < 1.0:
-            mul_([g for i in self._owned if (g := grads[i]) is not None], factor)
+        """Narrow sums are scaled when they are widened (`_give`)."""
+        self._factor = 1.0 if most is None else min(1.0, most / (norm + 1e-6))
+        if self._factor < 1.0:
+            mul_(
+                [g for i in self._owned if (g := grads[i]) is not None and self._is_wide(i, g)], self._factor
+            )
+
+    def _is_wide(self, index: int, grad: Tensor) -> bool:
+        return grad.dtype == self._parameters[index].dtype
 
     def written(
         self, grads: Gradients, targets: Sequence[Written], finite: bool, hyperparameters: Hyperparameters
@@ -86,6 +93,8 @@ class Stepping:
     def _give(self, grads: Gradients, indices: Sequence[int]) -> None:
         for index in indices:
             parameter, grad = self._parameters[index], grads[index]
+            if grad is not None and not self._is_wide(index, grad):
+                grad = grad.to(parameter.dtype).mul_(self._factor)
             parameter.grad = None if grad is None else sharded_as(parameter, grad)
 
     def _spend(self, grads: Gradients, indices: Sequence[int]) -> None:
