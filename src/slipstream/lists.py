@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream import torch_private
 from slipstream.kernels.combine import can_combine, combine
-from slipstream.torch_private import copy_, lerp_, mul_, norms
+from slipstream.torch_private import copy_, mul_, norms
 
 __all__ = ["add_", "copy_", "extrapolate", "lerp_", "lerp_and_add", "mul_", "norms"]
 
@@ -30,6 +30,16 @@ def add_(targets: Tensors, others: Tensors, alpha: float = 1.0, factor: float = 
     if factor != 1:
         mul_(targets, factor)
     torch_private.add_(targets, others, alpha)
+
+
+def lerp_(starts: Tensors, ends: Tensors, weight: float) -> None:
+    """starts ← starts + weight (ends - starts)."""
+    if not starts or not _differ(starts, ends):
+        torch_private.lerp_(starts, ends, weight)
+    elif can_combine(starts, ends):
+        combine(starts, 1 - weight, starts, weight, ends)
+    else:
+        copy_(starts, [torch.lerp(s.to(e.dtype), e, weight) for s, e in zip(starts, ends, strict=True)])
 
 
 def lerp_and_add(starts: Tensors, ends: Tensors, weight: float, outs: Tensors, alpha: float) -> None:

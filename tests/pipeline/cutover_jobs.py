@@ -16,6 +16,10 @@ def muon(module):
     return build("muon", module, lr=3e-2)
 
 
+def narrow_muon(module):
+    return build("muon", module, lr=3e-2, state_dtype="bfloat16")
+
+
 def swings(group):
     return (0, 5, 2, 6, 3, 1, 4)[group % 7]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipeline import tiny
-from pipeline.cutover_jobs import GROUPS, M, muon, swings
+from pipeline.cutover_jobs import GROUPS, M, muon, narrow_muon, swings
 from pipeline.test_cutover_engine import emulate
 from pipeline.test_runtime import assert_same, join
 from slipstream import UserError, merge_states
@@ -20,6 +20,22 @@ CASES = [
     ),
     {"optimizer": tiny.momentum, "correction": "momentum_prediction", "cutover": 3, **BF16},
 ]
+
+
+def test_a_narrow_momentum_is_kept_and_saved_narrow(pool):
+    case = {**EF, "optimizer": narrow_muon, "cutover": 3}
+    expected = emulate(**case)
+    head = join(pool.run("pipeline.cutover_jobs:one", range(3), ranks=3, compact_master=True, **case))
+    states = head[3]["optimizer"].values()
+    assert {state["momentum_buffer"].dtype for state in states if "momentum_buffer" in state} == {
+        torch.bfloat16
+    }
+    rest = pool.run(
+        "pipeline.cutover_jobs:one", range(3, GROUPS), head[3], ranks=2, compact_master=True, **case
+    )
+    tail = join(rest)
+    assert_same((head[0] + tail[0], tail[1]), expected)
+    assert expected[0] != emulate(**{**case, "optimizer": muon})[0]
 
 
 NARROW = [{**case, "gradient_dtype": torch.bfloat16} for case in (CASES[1], CASES[4], CASES[6])]

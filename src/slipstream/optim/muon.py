@@ -40,6 +40,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(rows / columns),
 }
 _ROW_EPS = 1e-10
+STATE_DTYPES = {None: None, "float32": None, "bfloat16": torch.bfloat16}
 
 
 class Muon(Optimizer):
@@ -55,13 +56,19 @@ class Muon(Optimizer):
         scale: str = "match_rms_adamw",
         row_beta: float | None = None,
         steps: int = STEPS,
+        state_dtype: str | None = None,
     ) -> None:
+        """`state_dtype`: "bfloat16" for momentum of half the size; None: that of the parameters."""
         if scale not in SCALES:
             raise UserError(f"Muon has no scale {scale!r}. Set scale to {', '.join(SCALES)}.")
         if not 0 <= momentum < 1 or lookahead < 0 or steps < 1 or steps != int(steps):
             raise UserError(
                 f"Muon needs 0 <= momentum < 1, lookahead >= 0 and whole steps >= 1, not {momentum=}, "
                 f"{lookahead=}, {steps=}."
+            )
+        if state_dtype not in STATE_DTYPES:
+            raise UserError(
+                f"Muon has no state_dtype {state_dtype!r}. Leave it out, or set it to 'bfloat16'."
             )
         defaults = {
             "muon": {
@@ -70,6 +77,7 @@ class Muon(Optimizer):
                 "scale": scale,
                 "row_beta": row_beta,
                 "steps": int(steps),
+                "state_dtype": state_dtype,
             },
             # One pass over memory; the key also makes load_state_dict move `step` to the parameters' device.
             "adamw": {"betas": (0.9, 0.95), "eps": 1e-8, "fused": True},
@@ -94,6 +102,15 @@ class Muon(Optimizer):
         self._groups = self._exchange_groups()
         self._layouts = {}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch gives every state the dtype of its parameter; momentum keeps its own."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            dtype = STATE_DTYPES[group["state_dtype"]] if group["algorithm"] == "muon" else None
+            for parameter in group["params"] if dtype is not None else ():
+                state = self.state[parameter]
+                state["momentum_buffer"] = state["momentum_buffer"].to(dtype)
+
     def close(self) -> None:
         """Give back the process groups over which sharded matrices travel."""
         self._groups.close()
@@ -106,7 +123,8 @@ class Muon(Optimizer):
     def _state_of(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
         if not state and group["algorithm"] == "muon":
-            state["momentum_buffer"] = torch.zeros_like(parameter)
+            dtype = STATE_DTYPES[group["state_dtype"]]
+            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=dtype)
             if group["row_beta"] is not None:
                 state["row_second_moment"] = torch.zeros_like(parameter[..., :1])
         elif not state:
