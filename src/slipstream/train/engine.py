@@ -110,6 +110,7 @@ class Emulated:
             stages=modules if count > 1 else None,
             mismatch=config.pipeline.mismatch,
             bank_dtype=torch.bfloat16 if config.train.dtype == "bfloat16" else None,
+            gradient_dtype=torch.bfloat16 if config.train.gradient_dtype == "bfloat16" else None,
             prepare=build.preparation(config),
             recorder=CudaGraphs() if config.train.cuda_graphs else None,
             fuse=config.train.fuse,

@@ -43,6 +43,7 @@ class Pipelined:
             cutover=pipeline.cutover,
             in_flight=pipeline.in_flight,
             bank_dtype=torch.bfloat16 if config.train.dtype == "bfloat16" else None,
+            gradient_dtype=torch.bfloat16 if config.train.gradient_dtype == "bfloat16" else None,
             tied=tied_names(model, module),
             data_group=data_group,
             shard_optimizer=pipeline.shard_optimizer,
