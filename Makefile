@@ -49,7 +49,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/pytest -m bench
 
 docs: $(VENV)/.installed-docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Open site/index.html"
 
 format: $(VENV)/.installed-dev

@@ -27,16 +27,15 @@ def config_tables() -> str:
     parts: list[str] = []
     for section, keys in groupby(describe(), key=lambda key: key.name.partition(".")[0]):
         rows = "\n".join(_row(key) for key in keys)
-        parts.append(
-            f"## {section}\n\n| key | default | type | on resume | meaning |\n|---|---|---|---|---|\n{rows}\n"
-        )
+        parts.append(f"## {section}\n\n| key | default | meaning | on resume |\n|---|---|---|---|\n{rows}\n")
     return "\n".join(parts)
 
 
 def _row(key: Key) -> str:
-    default = "derived or none" if key.default is None else f"`{_shown(key.default)}`"
+    absent = "derived" if "(derived" in key.meaning else "none"
+    default = absent if key.default is None else f"`{_shown(key.default)}`"
     resume = "fixed" if key.reach == "trajectory" else "may change"
-    cells = [f"`{key.name}`", default, f"`{key.type}`", resume, key.meaning]
+    cells = [f"`{key.name}`", default, f"{key.meaning}. `{key.type}`", resume]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
