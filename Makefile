@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 CODE := src tests examples studies tools
 # What starts no process, trains nothing and takes no more than a moment.
-FAST := $(addprefix tests/, test_config.py test_imports.py test_private_names.py metrics \
+FAST := $(addprefix tests/, test_config.py test_docs.py test_imports.py test_private_names.py metrics \
   $(addprefix schedule/test_, actions.py schedule_cli.py simulate.py staleness.py torch_order.py validate.py) \
   $(addprefix optim/test_, build.py corrections.py lr.py muon.py stacks.py) \
   $(addprefix models/test_, loss.py moe.py) $(addprefix data/test_, prepare.py tokens.py) \
