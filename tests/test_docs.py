@@ -141,3 +141,9 @@ def test_pages_name_files_that_exist():
         named = re.findall(r"`((?:src|tests|examples|studies|tools|docs)/[\w./-]+\.\w+)`", page.read_text())
         missing = [name for name in named if not (Path(ROOT) / name).exists()]
         assert not missing, f"{page.name}: {missing}"
+
+
+def test_the_container_is_made_from_files_that_exist():
+    lines = re.findall(r"^COPY (.*) \S+$", (ROOT / "Containerfile").read_text(), re.MULTILINE)
+    assert lines
+    assert all((ROOT / name).exists() for line in lines for name in line.split())
