@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import socket
@@ -40,7 +41,7 @@ def run_ranks(folder, name: str, ranks: int = 2) -> str:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     base = {
-        **launch.os.environ,
+        **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(ranks),
