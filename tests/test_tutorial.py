@@ -54,7 +54,7 @@ def run_ranks(folder, name: str, ranks: int = 2) -> str:
         )
         for rank in range(ranks)
     ]  # fmt: skip
-    said = [process.communicate(timeout=280)[0] for process in processes]
+    said = [process.communicate(timeout=850)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * ranks, said
     return "\n".join(said)
 
