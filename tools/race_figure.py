@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 720, 330, 56, 52, 24, 44
 SECONDS, LOSSES = (0, 80), (4.0, 6.2)
 COLOURS = {"2bw": "#d95f02", "1f1b": "#4c6ebd"}
-LABELS = {"2bw": "2BW (slipstream)", "1f1b": "1F1B (torch), the best synchronous schedule that ran"}
+LABELS = {"2bw": "2BW (slipstream)", "1f1b": "1F1B (torch), the fastest synchronous schedule measured there"}
 
 Curve = list[tuple[float, float]]
 
