@@ -1,4 +1,5 @@
 # `make train`: set up and run the main job.  `make check`: the quick look.  `make test`: set up and check everything.
+# `make docs`: build the documentation into site/.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -7,8 +8,9 @@ export OMP_NUM_THREADS ?= 1
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # One process of pytest for each of two cores; a file stays with one of them, and so do its fixtures.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile
+CODE := src tests examples studies tools
 # What starts no process, trains nothing and takes no more than a moment.
-FAST := $(addprefix tests/, test_config.py test_imports.py test_private_names.py metrics \
+FAST := $(addprefix tests/, test_config.py test_docs.py test_imports.py test_private_names.py metrics \
   $(addprefix schedule/test_, actions.py schedule_cli.py simulate.py staleness.py torch_order.py validate.py) \
   $(addprefix optim/test_, build.py corrections.py lr.py muon.py stacks.py) \
   $(addprefix models/test_, loss.py moe.py) $(addprefix data/test_, prepare.py tokens.py) \
@@ -17,7 +19,7 @@ FAST := $(addprefix tests/, test_config.py test_imports.py test_private_names.py
   $(addprefix pipeline/test_, channel.py depth.py one_stage.py) \
   $(addprefix bench/test_, measure.py work.py) $(addprefix train/test_, checkpoint.py reporting.py))
 
-.PHONY: train check lint types test test-all bench format clean
+.PHONY: train check lint types test test-all bench docs format clean
 train: $(VENV)/.installed
 	$(BIN)/slipstream train
 
@@ -26,8 +28,8 @@ check: $(VENV)/.installed-dev
 	@$(MAKE) --no-print-directory -j 2 --output-sync=target lint types fast
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/ruff format --check src tests examples studies
-	$(BIN)/ruff check src tests examples studies
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
 
 types: $(VENV)/.installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
@@ -46,9 +48,13 @@ test-all: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/pytest -m bench
 
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Open site/index.html"
+
 format: $(VENV)/.installed-dev
-	$(BIN)/ruff format src tests examples studies
-	$(BIN)/ruff check --fix src tests examples studies
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -62,5 +68,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP_INSTALL) -e '.[dev]'
 	touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP_INSTALL) -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .ruff_cache

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 
 
 class UserError(Exception):
-    """A mistake the user can mend: the message says how."""
+    """A mistake the user can correct: the message says how."""
 
 
 class ConfigError(UserError):

@@ -50,6 +50,7 @@ def slot_maker(name: str) -> SlotMaker:
 
 
 def register_backends() -> None:
+    """Make `slipstream` and `slipstream_staged` known to `torch.distributed`: groups of ranks that share one GPU."""
     register(SHARED, DeviceSlots)
     register(STAGED, HostSlots)
 

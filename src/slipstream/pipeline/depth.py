@@ -22,7 +22,7 @@ from slipstream.schedule.asynchronous import warm_up_2bw
 # A loss below this share of the time is not worth twice the activations.
 NEGLIGIBLE = 0.01
 
-# Measured on two shared cores, P=2, in turns with the bound (docs/log.md): m=2, 2 and 3 in flight: 0.91 and 0.97 of it;
+# Measured on two shared cores, P=2, in turns with the bound (docs/notes/engine.md): m=2, 2 and 3 in flight: 0.91, 0.97;
 # m=4, 2 to 5 in flight: 0.91, 0.97, 0.97, 0.98; m=8, 4, 6 and 9 in flight: the same.
 HOST_LEAD = 3
 

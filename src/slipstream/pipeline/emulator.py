@@ -38,7 +38,11 @@ from slipstream.schedule.cutover import Cutover, GivenCutover
 
 
 class Emulator:
-    """Trains `module` (or the chain of `stages`) as an asynchronous pipeline would, in one process."""
+    """Trains `module` (or the chain of `stages`) as an asynchronous pipeline would, in one process.
+
+    Arguments that `Schedule2BW` has too mean the same. With that engine's cutover (by default the number of its stages)
+    both follow one trajectory, to the last bit on a CPU in float32.
+    """
 
     def __init__(
         self,
@@ -251,6 +255,7 @@ class Emulator:
         self._updater.hold(copied)
 
     def load_state_dict(self, state: states.State) -> None:
+        """Continue from a state, of an emulator or the union of a pipeline's (`merge_states`)."""
         self.drain()
         states.restore(self._updater, state)
         self.group = state["group"]

@@ -54,7 +54,11 @@ DEFAULT_TIMEOUT_SECONDS = 300.0
 
 
 class Schedule2BW:
-    """PipeDream-2BW over `torch.distributed.pipelining` stages, one stage per rank. See the module docstring."""
+    """PipeDream-2BW over `torch.distributed.pipelining` stages, one stage per rank.
+
+    It takes the place of a schedule of torch's and owns the optimizer, which `optimizer(module)` makes over the master.
+    `step` hands in one group of `n_microbatches`, of which there must be at least as many as stages.
+    """
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class Plan:
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """A disk that is full or may not be written is the user's to mend, and costs no finished checkpoint."""
+    """A disk that is full or may not be written is for the user to put right, and costs no finished checkpoint."""
     try:
         yield
     except OSError as error:

@@ -1,0 +1,149 @@
+"""The pages are right about themselves: links, code, commands, keys, references."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import typer
+
+import pages
+from pages import PAGES, ROOT
+from slipstream.cli import COMMANDS
+from slipstream.config import describe, load
+from slipstream.config.load import from_tree
+
+sys.path.insert(0, str(ROOT / "tools"))
+import docs_hooks
+import race_figure
+
+SITE = (ROOT / "mkdocs.yml").read_text()
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_somewhere(page):
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", pages.prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in pages.anchors(file)):
+            broken.append(target)
+    assert not broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_code_blocks_parse(page):
+    for block in pages.blocks(page):
+        if block.language == "python":
+            compile(block.text, f"{page.name}: {block.title}", "exec")
+        if block.language == "toml" and "--8<--" not in block.text:
+            tree = tomllib.loads(block.text)
+            if "base" not in tree:  # a study has one
+                from_tree(tree)
+        for included in re.findall(r'^--8<-- "(.*)"$', block.text, re.MULTILINE):
+            assert (ROOT / included).is_file(), included
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_exist(page):
+    """Every `slipstream` line names a command, options and keys that there are."""
+    for line in pages.commands(page, "slipstream"):
+        words = shlex.split(line.replace("…", "x").replace("...", ""))[1:]
+        if not words or words[0] in ("COMMAND", "--help"):
+            continue
+        assert words[0] in COMMANDS, line
+        command = typer.main.get_command(import_module(COMMANDS[words[0]][0]).app)
+        command = getattr(command, "commands", {}).get(next(iter(words[1:]), ""), command)
+        known = {name for parameter in command.params for name in parameter.opts + parameter.secondary_opts}
+        wrong = [
+            word
+            for word in words
+            if word.startswith("--") and word.partition("=")[0] not in known | {"--help"}
+        ]
+        assert not wrong, line
+        keys = [word for word in words[1:] if re.match(r"[a-z]+\.[a-z_.]+=", word)]
+        known_keys = {key.name for key in describe()}
+        assert {key.partition("=")[0] for key in keys} <= known_keys, line
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r"[\w/-]+\.md", SITE))
+    there = {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    assert listed == there
+
+
+def test_the_settings_page_has_every_key_with_its_default():
+    assert docs_hooks.MARKER in (ROOT / "docs/config.md").read_text()
+    made = docs_hooks.on_page_markdown((ROOT / "docs/config.md").read_text())
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (.*?) \|", made, re.MULTILINE))
+    default = load().model_dump()
+    assert list(rows) == [f"{section}.{key}" for section, keys in default.items() for key in keys]
+    assert rows["pipeline.schedule"] == '`"2bw"`'
+    assert rows["optim.sync_start"] == "`0.0`"
+    assert rows["train.compile"] == "`false`"
+    assert rows["optim.lr"] == "derived"
+    assert rows["data.path"] == "none"
+
+
+def test_the_api_page_has_everything_public():
+    text = (ROOT / "docs/api.md").read_text()
+    documented = re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)
+    found = [
+        getattr(import_module(place.rpartition(".")[0]), place.rpartition(".")[2]) for place in documented
+    ]
+    for place, thing in zip(documented, found, strict=True):
+        assert inspect.getdoc(thing), f"{place} has no docstring"
+    for package in ("slipstream", "slipstream.optim", "slipstream.schedule"):
+        for name in import_module(package).__all__:
+            thing = getattr(import_module(package), name)
+            assert (
+                any(thing is one for one in found) or f"`{name}`" in text or f"`{package}.{name}`" in text
+            ), name
+    for engine in (import_module("slipstream").Schedule2BW, import_module("slipstream").Emulator):
+        public = [name for name in vars(engine) if not name.startswith("_")]
+        assert [name for name in public if not inspect.getdoc(inspect.getattr_static(engine, name))] == []
+
+
+def test_the_picture_of_the_readme_shows_what_was_measured(tmp_path):
+    """docs/figures/loss-against-time.svg is drawn from the race that docs/results keeps, and from nothing else."""
+    drawn = race_figure.draw(race_figure.curves(ROOT / "docs/results/one-gpu-race.html"))
+    assert drawn == (ROOT / "docs/figures/loss-against-time.svg").read_text()
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_examples_take_what_the_results_recommend():
+    """Muon with error feedback and the cutover everywhere; a synchronous start on a cluster."""
+    for path in sorted((ROOT / "examples").glob("*.toml")):
+        config = load(path)
+        if config.pipeline.schedule != "2bw":
+            continue
+        assert config.optim.name == "muon", path
+        assert config.optim.correction in (None, "error_feedback"), path
+        assert config.pipeline.cutover in (None, config.pipeline.stages), path
+    assert load(ROOT / "examples/cluster_360m.toml").optim.sync_start > 0
+
+
+def test_pages_name_files_that_exist():
+    """`src/...`, `tests/...`, `examples/...` and `studies/...` in running text."""
+    for page in PAGES:
+        named = re.findall(r"`((?:src|tests|examples|studies|tools|docs)/[\w./-]+\.\w+)`", page.read_text())
+        missing = [name for name in named if not (Path(ROOT) / name).exists()]
+        assert not missing, f"{page.name}: {missing}"
+
+
+def test_the_container_is_made_from_files_that_exist():
+    lines = re.findall(r"^COPY (.*) \S+$", (ROOT / "Containerfile").read_text(), re.MULTILINE)
+    assert lines
+    assert all((ROOT / name).exists() for line in lines for name in line.split())
