@@ -47,7 +47,8 @@ def data(group, rows=2 * M):
 
 def train(
     world, stages=None, backend=None, device_id=False, optimizer="adamw", tied=True, mode="replicated", traced=False,
-    groups=30, bank_dtype=None, layers=tiny.LAYERS, machines=1, cutover=M // 2, **options,
+    groups=30, bank_dtype=None, layers=tiny.LAYERS, machines=1, cutover=M // 2, compact_master=False,
+    **options,
 ):  # fmt: skip
     """Drains, evaluations, captures and a synchronous start among 30 groups; then the emulator on the first rank."""
     if machines > 1:
@@ -64,7 +65,9 @@ def train(
     options |= {"correction": "error_feedback", "max_grad_norm": 0.3, "synchronous": 3, "timeout": 60}
     options["cutover"] = cutover
     make = OPTIMIZERS[optimizer]
-    placed = dict(options, shard_optimizer=mode == "zero1", bank_dtype=bank_dtype)
+    placed = dict(
+        options, shard_optimizer=mode == "zero1", bank_dtype=bank_dtype, compact_master=compact_master
+    )
     if degree > 1:
         placed["data_group"] = columns[index]
     if mode == "fsdp":

@@ -57,6 +57,13 @@ def test_narrow_banks(nccl):
     check(nccl.run("nccl.jobs:train", ranks=4, bank_dtype=torch.bfloat16, timeout=SECONDS), rel=2e-2)
 
 
+@pytest.mark.parametrize("mode", ["replicated", "zero1"])
+def test_a_compact_master(nccl, mode):
+    options = {"bank_dtype": torch.bfloat16, "cutover": 4, "compact_master": True, "mode": mode}
+    results = nccl.run("nccl.jobs:train", ranks=4, stages=2, timeout=SECONDS, **options)
+    check(results, rel=2e-2, whole=False)
+
+
 def test_traced_stages(nccl):
     check(nccl.run("nccl.jobs:train", ranks=2, traced=True, tied=False, timeout=SECONDS))
 
