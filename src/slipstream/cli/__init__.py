@@ -48,7 +48,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}  # met while a file is written, when its na
 def main(argv: list[str] | None = None) -> None:
     """Entry point: a mistake, or a place that cannot be used, is printed without a traceback and exits with 2."""
     if argv is None:  # a process of its own: a cluster's "time is up" ends it as Ctrl-C does
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.default_int_handler)
     try:
         _dispatch(sys.argv[1:] if argv is None else argv)
     except StoppedError:  # what there is to say was said when it was asked for

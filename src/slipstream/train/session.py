@@ -19,7 +19,7 @@ import torch
 from slipstream.config import Config, from_tree
 from slipstream.distributed import World
 from slipstream.distributed.launch import Asked
-from slipstream.errors import StageError, UserError
+from slipstream.errors import HealthError, UserError
 from slipstream.train import checkpoint, closing, cutovers
 from slipstream.train import folder as folders
 from slipstream.train.assemble import assemble, seat_of
@@ -80,7 +80,7 @@ def _rolled_back(outcome: Outcome, plan: Plan, last: Rollback | None) -> Rollbac
     again = last is not None and last.began_at == plan.step
     fruitless = last.fruitless + 1 if last is not None and again else 1
     if fruitless > MAX_FRUITLESS:
-        raise StageError(
+        raise HealthError(
             f"{fruitless} attempts from step {plan.step}, each on new data, failed; the last at step "
             f"{outcome.failed_at}. It is not the data: lower optim.lr, raise optim.warmup, or start from an earlier "
             "checkpoint."

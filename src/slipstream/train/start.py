@@ -15,7 +15,13 @@ from pathlib import Path
 
 from slipstream.config import Config
 from slipstream.data.prepare import Progress
-from slipstream.distributed import Partitions, launch, partitioned, started_by_torchrun
+from slipstream.distributed import (
+    Partitions,
+    RankPool,
+    forwarded_signals,
+    partitioned,
+    started_by_torchrun,
+)
 from slipstream.errors import StoppedError, UserError
 from slipstream.metrics.progress import unbroken_console
 from slipstream.train import preflight
@@ -50,9 +56,11 @@ def start(config: Config) -> str:
         if config.pipeline.partitions:
             environment = stack.enter_context(_partitions(config, nproc)).environment
         say(f"Starting {nproc} process{'es' * (nproc > 1)}; importing torch takes them a few seconds ...")
+        pool = stack.enter_context(RankPool(nproc, environment))
+        stop = stack.enter_context(forwarded_signals(pool, asked))
         job = "slipstream.train.session:run_rank"
-        tree = config.model_dump()
-        return launch(job, nproc, (tree, command), on_signal=asked, environment=environment)[0]["reason"]
+        tree, patience = config.model_dump(), config.train.timeout_seconds
+        return stop.guard(lambda: pool.run(job, tree, command, patience_seconds=patience))[0]["reason"]
 
 
 def _under_torchrun(config: Config, command: str) -> str:
