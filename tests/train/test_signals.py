@@ -148,7 +148,9 @@ def test_a_stop_is_answered_though_a_rank_was_stopped(runs, kind):
 
 
 def test_a_second_signal_kills(runs, undisturbed):
-    process = started(runs, *ENDLESS, "train.callback=train.own:stall")  # it cannot answer the first one
+    process = started(
+        runs, *ENDLESS, "train.callback=tests.train.own:stall"
+    )  # it cannot answer the first one
     wait_for_step(runs, 12)
     deadline = time.monotonic() + 120
     workers = children(process)
@@ -157,7 +159,7 @@ def test_a_second_signal_kills(runs, undisturbed):
     process.send_signal(signal.SIGTERM)  # a key pressed twice is one request
     time.sleep(1.0)
     assert process.poll() is None
-    while process.poll() is None and time.monotonic() < deadline + 120:
+    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline + 120:
         process.send_signal(signal.SIGTERM)  # one that comes too soon after the first is taken for the same
         time.sleep(0.3)
     code, output = ended(process)

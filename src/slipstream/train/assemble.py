@@ -26,6 +26,7 @@ from slipstream.train import folder as folders
 from slipstream.train.batches import Place
 from slipstream.train.best import Best
 from slipstream.train.board import Board
+from slipstream.train.elastic import with_stages
 from slipstream.train.engine import Emulated, Engine
 from slipstream.train.folder import Plan
 from slipstream.train.health import Monitor
@@ -247,7 +248,7 @@ def _open_records(
 ) -> Recorder:
     """The leader's files: resolved config, environment, tokenizer, events."""
     folder = Path(config.run.dir)
-    folders.write_config(folder, config)
+    folders.write_config(folder, with_stages(config, plan.stages) if plan.stages else config)
     described = {"folder": str(data or config.data.module), "fingerprint": plan.data_fingerprint}
     if data is not None:  # other text to validate on is another loss
         described["validation_fingerprint"] = fingerprint(find_shards(data, "valid"))

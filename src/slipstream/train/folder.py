@@ -55,6 +55,7 @@ class Plan:
     validate: bool = False  # a kill came between the checkpoint of `step` and its validation
     cutover: int | list[int] | None = None  # what pipeline.cutover is for this run
     validations: Sequence[tuple[int, float]] = ()  # (step, loss) so far
+    stages: int | None = None  # asked for; an elastic run may have fewer at the moment
 
 
 @contextmanager
@@ -114,7 +115,6 @@ def plan(folder: Path, config: Config, data_fingerprint: str) -> Plan:
         return _ended(folder, config, data_fingerprint) or _begin(folder, config, data_fingerprint, notes)
     path, manifest = found
     config = cutovers.with_cutover(config, _kept(manifest))
-    notes += cutovers.waits(config)
     notes += _check_same_run(folder, config, manifest, data_fingerprint)
     step, offset, every = manifest.step, manifest.meta["data_offset"], config.train.eval_every
     trained = step >= config.train.steps or _stopped_early(config, from_tree(manifest.meta["config"]))
@@ -235,7 +235,6 @@ def _begin(folder: Path, config: Config, data_fingerprint: str, notes: list[str]
     cut_back(folder, -1)
     if config.run.fork_from is None:
         config = cutovers.with_cutover(config, None)
-        notes += cutovers.waits(config)
         nonce = secrets.token_hex(4)
         cutover = cutovers.of(config)
         return Plan(0, None, False, False, 0, data_fingerprint, nonce, notes, cutover=cutover)
@@ -251,7 +250,6 @@ def _begin(folder: Path, config: Config, data_fingerprint: str, notes: list[str]
     config = cutovers.with_cutover(config, stored)
     notes.append(f"Forked from {path} (step {manifest.step}).")
     notes += [f"Changed in the fork: {change}." for change in cutovers.changes(stored, config)]
-    notes += cutovers.waits(config)
     offset, nonce = manifest.meta["data_offset"], secrets.token_hex(4)
     cutover = cutovers.of(config)
     return Plan(

@@ -24,6 +24,7 @@ from slipstream.train import checkpoint, closing, cutovers
 from slipstream.train import folder as folders
 from slipstream.train.assemble import assemble, seat_of
 from slipstream.train.board import Board, LocalBoard, SharedBoard, beating
+from slipstream.train.elastic import fitted
 from slipstream.train.folder import Plan
 from slipstream.train.reporter import Seat
 from slipstream.train.sources import data_folder, datasets
@@ -43,6 +44,8 @@ def run_rank(
     config = from_tree(tree)
     torch.set_num_threads(1)  # the bits of long sums depend on it
     board: Board = LocalBoard() if world is None else SharedBoard(world.store, config.train.timeout_seconds)
+    asked_for = config  # an elastic run may have fewer stages at the moment
+    config = config if world is None else fitted(config, world.size)
     seat = seat_of(config, world)
     data = data_folder(config)
     rolled: Rollback | None = None
@@ -51,7 +54,7 @@ def run_rank(
             own_board = board.under(f"attempt-{attempt}")
             if seat.leader and attempt == 0:
                 _lock(config, own_board, held)
-            plan = _agree_on_plan(config, seat, data, own_board, rolled)
+            plan = _agree_on_plan(asked_for, config, seat, data, own_board, rolled)
             if plan.finished:
                 if seat.leader:
                     closing.say_finished(config, plan.step)
@@ -117,7 +120,7 @@ def _lock(config: Config, board: Board, held: ExitStack) -> None:
 
 
 def _agree_on_plan(
-    config: Config, seat: Seat, data: Path | None, board: Board, rolled: Rollback | None
+    asked_for: Config, config: Config, seat: Seat, data: Path | None, board: Board, rolled: Rollback | None
 ) -> Plan:
     """The leader decides; the others take its word."""
     folder = Path(config.run.dir)
@@ -127,7 +130,10 @@ def _agree_on_plan(
             if rolled is not None:
                 checkpoint.forget_from(folders.checkpoints(folder), rolled.failed_at)
             with beating(board, "planning"):  # a large checkpoint takes its time to verify
-                plan = folders.plan(folder, config, train_data.fingerprint())
+                plan = folders.plan(folder, asked_for, train_data.fingerprint())
+                notes = cutovers.waits(cutovers.decided(config, plan.cutover))
+                stages = asked_for.pipeline.stages
+                plan = dataclasses.replace(plan, notes=(*plan.notes, *notes), stages=stages)
             if rolled is not None:
                 note = (
                     f"Rolled back to step {plan.step} because of step {rolled.failed_at}; the data groups up to "

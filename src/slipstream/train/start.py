@@ -7,6 +7,7 @@ The ranks are torchrun's, or processes started here, or (emulate) this very proc
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import shlex
 import sys
@@ -22,10 +23,12 @@ from slipstream.distributed import (
     partitioned,
     started_by_torchrun,
 )
+from slipstream.distributed.answers import STACKS
 from slipstream.errors import StoppedError, UserError
 from slipstream.metrics.progress import unbroken_console
 from slipstream.train import preflight
 from slipstream.train.banner import banner
+from slipstream.train.elastic import fitted, ranks_of, supervise
 from slipstream.train.sources import data_folder
 
 
@@ -58,9 +61,7 @@ def start(config: Config) -> str:
         say(f"Starting {nproc} process{'es' * (nproc > 1)}; importing torch takes them a few seconds ...")
         pool = stack.enter_context(RankPool(nproc, environment))
         stop = stack.enter_context(forwarded_signals(pool, asked))
-        job = "slipstream.train.session:run_rank"
-        tree, patience = config.model_dump(), config.train.timeout_seconds
-        return stop.guard(lambda: pool.run(job, tree, command, patience_seconds=patience))[0]["reason"]
+        return supervise(pool, stop, config, command, say.always)
 
 
 def _under_torchrun(config: Config, command: str) -> str:
@@ -69,8 +70,14 @@ def _under_torchrun(config: Config, command: str) -> str:
     from slipstream.distributed.world import initialise
     from slipstream.train.session import run_rank
 
-    with initialise(timeout_seconds=config.train.timeout_seconds) as world:
-        config = preflight.prepare(config, world=world.size)
+    ranks = int(os.environ["WORLD_SIZE"])
+    config = preflight.prepare(config, world=ranks)
+    used = ranks_of(fitted(config, ranks))
+    faulthandler.register(STACKS)
+    with initialise(used=used, timeout_seconds=config.train.timeout_seconds) as world:
+        if world.spare:
+            world.wait_until_over()
+            return "finished"
         if world.rank == 0:
             _Say(quiet=config.train.quiet)(banner(config))
         asked = Words(config) if world.rank == 0 else None
@@ -115,7 +122,10 @@ class _Say:
 
     def __call__(self, text: str) -> None:
         if not self._quiet:
-            self._console.print(text, soft_wrap=True, markup=False)
+            self.always(text)
+
+    def always(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False)
 
 
 def _first_time(say: _Say) -> Progress:
