@@ -116,6 +116,7 @@ def assemble(
                 "model": model.describe() if isinstance(model, OwnModel) else dataclasses.asdict(model),
                 "data_folder": str((data or Path()).resolve()),
                 "data_fingerprint": plan.data_fingerprint,
+                "data_contents": plan.data_contents,
             },
             root=folders.checkpoints(Path(config.run.dir)),
             tied=("embedding.weight", "head.weight") if isinstance(model, ModelConfig) and model.tied else (),

@@ -126,11 +126,14 @@ def _agree_on_plan(
     folder = Path(config.run.dir)
     if seat.leader:
         try:
-            train_data, _ = datasets(config, data)
+            train_data, valid_data = datasets(config, data)
             if rolled is not None:
                 checkpoint.forget_from(folders.checkpoints(folder), rolled.failed_at)
-            with beating(board, "planning"):  # a large checkpoint takes its time to verify
-                plan = folders.plan(folder, asked_for, train_data.fingerprint())
+            with beating(
+                board, "planning"
+            ):  # large checkpoints, and data seen for the first time, take a while
+                contents = {"training": train_data.contents(), "validation": valid_data.contents()}
+                plan = folders.plan(folder, asked_for, train_data.fingerprint(), contents)
                 notes = cutovers.waits(cutovers.decided(config, plan.cutover))
                 stages = asked_for.pipeline.stages
                 plan = dataclasses.replace(plan, notes=(*plan.notes, *notes), stages=stages)
