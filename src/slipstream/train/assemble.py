@@ -80,6 +80,7 @@ def assemble(
                 does = "A fork starts" if plan.forked else "The run goes on"
                 show.note(f"{does} from step {plan.step} ({plan.source})")
             stack.enter_context(show)
+            recorder.tell_by(lambda text: show.note(text, "yellow"))
 
         def warn(step: int, text: str) -> None:
             if recorder is not None and show is not None:
@@ -235,7 +236,8 @@ def _writer(
         names = tuple(piece(rank) for rank in range(writers))
         leader = Leader(names, config.checkpoint.keep, recorder.wait_for, committed, protected)
     root = folders.checkpoints(Path(config.run.dir))
-    return Writer(root, plan.nonce, piece(seat.rank), warn, leader, config.train.timeout_seconds)
+    train = config.train
+    return Writer(root, plan.nonce, piece(seat.rank), warn, leader, train.timeout_seconds, train.disk_seconds)
 
 
 def _open_records(
@@ -258,7 +260,7 @@ def _open_records(
     if data is not None and (data / TOKENIZER_FILE).is_file():
         with contextlib.suppress(shutil.SameFileError):  # a run in the folder of its data
             shutil.copyfile(data / TOKENIZER_FILE, folder / TOKENIZER_FILE)
-    recorder = Recorder(folder, open_trackers(config, folder, plan.step))
+    recorder = Recorder(folder, open_trackers(config, folder, plan.step), config.train.disk_seconds)
     stack.callback(recorder.close)
     resumed = plan.source is not None and not plan.forked
     recorder.write(
