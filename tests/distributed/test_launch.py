@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from importlib import import_module
 
@@ -42,6 +43,24 @@ def test_pool_runs_jobs_of_several_sizes_and_recovers(cold, capfd, monkeypatch):
         assert [result[:2] for result in pool.run("distributed.jobs:total", 0)] == [(0, 1.0), (1, 1.0)]
         with pytest.raises(UserError, match="does not fit"):
             pool.run("distributed.jobs:total", 0, ranks=3)
+
+
+def test_ranks_print_where_they_are_when_they_are_asked(pool, capfd):
+    """`kill -USR2` of the launcher; a rank that prints goes on."""
+    over = threading.Event()
+
+    def ask():
+        while not over.wait(0.2):
+            pool.show_stacks()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        pool.run("distributed.jobs:pause", 1.5, ranks=2)
+    finally:
+        over.set()
+        thread.join()
+    assert "in pause" in capfd.readouterr().err
 
 
 def test_workers_die_with_their_launcher(tmp_path):

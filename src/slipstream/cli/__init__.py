@@ -29,6 +29,7 @@ COMMANDS = {
     "export": ("slipstream.cli.export", "Write a run as a Hugging Face folder."),
     "report": ("slipstream.cli.report", "One HTML page about one or more runs."),
     "runs": ("slipstream.cli.runs", "List runs; compare them; show in what they differ."),
+    "health": ("slipstream.cli.health", "Whether a run is well, in one line and an exit code."),
     "watch": ("slipstream.cli.watch", "A live view of a running job."),
     "schedule": ("slipstream.cli.schedule", "Draw and compare pipeline schedules."),
     "plan": ("slipstream.cli.plan", "Choose a layout for a model and a cluster."),

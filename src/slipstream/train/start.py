@@ -35,6 +35,7 @@ from slipstream.train.sources import data_folder
 def start(config: Config) -> str:
     """Train; how it ended. In this process (emulate), as one of torchrun's ranks, or on ranks started here."""
     command = own_command()
+    faulthandler.register(STACKS)  # of this process; the launcher passes it on to its ranks
     if started_by_torchrun() and config.pipeline.schedule != "emulate":
         return _under_torchrun(config, command)
     config = preflight.prepare(config)
@@ -73,7 +74,6 @@ def _under_torchrun(config: Config, command: str) -> str:
     ranks = int(os.environ["WORLD_SIZE"])
     config = preflight.prepare(config, world=ranks)
     used = ranks_of(fitted(config, ranks))
-    faulthandler.register(STACKS)
     with initialise(used=used, timeout_seconds=config.train.timeout_seconds) as world:
         if world.spare:
             world.wait_until_over()
