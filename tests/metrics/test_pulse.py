@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.metrics.events import read_run
-from slipstream.metrics.pulse import STALLED, TO_RESUME, WELL, is_held, pulse
+from slipstream.metrics.pulse import FAILED, STALLED, TO_RESUME, WELL, is_held, pulse
 
 
 def written(folder, *events):
@@ -36,8 +36,8 @@ STEPS = [("start", 0, 100.0, {}), *(("step", step, 100.0 + step, {}) for step in
             [("error", 30, 131.0, {"message": "Rank 1 died.\nMore"})],
             False,
             200.0,
-            "(Rank 1 died.)",
-            TO_RESUME,
+            "failed at step 30, no checkpoint yet: Rank 1 died.",
+            FAILED,
         ),
         ([("finish", 30, 131.0, {})], False, 200.0, "finished at step 30", WELL),
     ],

@@ -13,7 +13,7 @@ from statistics import median
 
 from slipstream.metrics.events import Run, number
 
-WELL, STALLED, TO_RESUME = 0, 1, 75
+WELL, STALLED, FAILED, TO_RESUME = 0, 1, 2, 75
 LEAST_SECONDS = 60.0  # without a step before a run counts as stalled, however quick its steps are
 MANY_STEPS = 20  # a run that takes this many of its usual steps' time for one is stalled
 
@@ -45,9 +45,10 @@ def pulse(run: Run, held: bool, now: float) -> Pulse:
     if run.status == "finished":
         return Pulse(f"finished at step {step}", WELL)
     if not held:
-        why = run.last("error").get("message", "") if run.status == "failed" else ""
-        said = f" ({str(why).splitlines()[0]})" if why else ""
-        return Pulse(f"not running, not finished: step {step}, {kept}{said}", TO_RESUME)
+        if run.status == "failed":
+            why = (str(run.last("error").get("message") or "").splitlines() or [""])[0]
+            return Pulse(f"failed at step {step}, {kept}: {why}", FAILED)
+        return Pulse(f"not running, not finished: step {step}, {kept}", TO_RESUME)
     times = [at for event in run.events if (at := number(event.get("time"))) is not None]
     silent = now - times[-1] if times else 0.0
     limit = max(LEAST_SECONDS, MANY_STEPS * _usual_seconds(steps))
