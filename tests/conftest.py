@@ -42,7 +42,7 @@ def cold(monkeypatch):
 @pytest.fixture
 def quick(monkeypatch):
     """The ranks that wait for the one that failed are not given ten seconds to say so."""
-    monkeypatch.setattr(import_module("slipstream.distributed.launch"), "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(import_module("slipstream.distributed.answers"), "GRACE_SECONDS", 1.0)
 
 
 @pytest.fixture(scope="session")

@@ -47,6 +47,21 @@ class StageError(UserError):
     """A pipeline stage that died, stalled or answered with something unexpected."""
 
 
+class HealthError(StageError):
+    """A training that is not well: started again from its last state it would end the same way."""
+
+
+class LostRankError(StageError):
+    """Ranks that died, stood still or failed; `ranks` are their numbers in the job."""
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+    def __reduce__(self) -> tuple:
+        return LostRankError, (str(self), self.ranks)
+
+
 def install(extra: str) -> str:
     """How to install what an optional part needs, in a clone of this package or beside a wheel of it."""
     try:

@@ -32,6 +32,10 @@ def stall(world):
     time.sleep(600)
 
 
+def pause(world, seconds):
+    time.sleep(seconds)
+
+
 def threads(world):
     return torch.get_num_threads()
 

@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from importlib import import_module
 
 import pytest
 
 from slipstream.distributed import RankPool
-from slipstream.distributed.launch import _Failure, _first_cause
+from slipstream.distributed.answers import Failure, first_cause
 from slipstream.errors import StageError, UserError
 
 
@@ -32,7 +33,7 @@ def test_pool_runs_jobs_of_several_sizes_and_recovers(cold, capfd, monkeypatch):
         after = pool.run("distributed.jobs:total", 0)
         assert after[0][2] != before[0][2]
         assert after[1][2] == before[1][2], "a rank keeps its number: DTensor's caches hold where it stood"
-        monkeypatch.setattr(import_module("slipstream.distributed.launch"), "PRINTING_SECONDS", 2.0)
+        monkeypatch.setattr(import_module("slipstream.distributed.answers"), "PRINTING_SECONDS", 2.0)
         with pytest.raises(StageError, match=r"No answer within .* s from rank 0, 1"):
             pool.run("distributed.jobs:stall", timeout=5)
         told = capfd.readouterr().err
@@ -42,6 +43,24 @@ def test_pool_runs_jobs_of_several_sizes_and_recovers(cold, capfd, monkeypatch):
         assert [result[:2] for result in pool.run("distributed.jobs:total", 0)] == [(0, 1.0), (1, 1.0)]
         with pytest.raises(UserError, match="does not fit"):
             pool.run("distributed.jobs:total", 0, ranks=3)
+
+
+def test_ranks_print_where_they_are_when_they_are_asked(pool, capfd):
+    """`kill -USR2` of the launcher; a rank that prints goes on."""
+    over = threading.Event()
+
+    def ask():
+        while not over.wait(0.2):
+            pool.show_stacks()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        pool.run("distributed.jobs:pause", 1.5, ranks=2)
+    finally:
+        over.set()
+        thread.join()
+    assert "in pause" in capfd.readouterr().err
 
 
 def test_workers_die_with_their_launcher(tmp_path):
@@ -73,7 +92,7 @@ def _runs(pid: int) -> bool:
 
 
 def test_a_lost_connection_is_not_named_where_a_rank_has_trouble_of_its_own():
-    seen = _Failure("mistake", UserError("DistNetworkError: [Errno 104] Connection reset by peer"), "")
-    cause = _Failure("mistake", UserError("ValueError: shapes differ"), "")
-    assert str(_first_cause([seen, cause])) == "ValueError: shapes differ"
-    assert _first_cause([seen]) is seen.error
+    seen = Failure("mistake", UserError("DistNetworkError: [Errno 104] Connection reset by peer"), "")
+    cause = Failure("mistake", UserError("ValueError: shapes differ"), "")
+    assert str(first_cause([seen, cause])) == "ValueError: shapes differ"
+    assert first_cause([seen]) is seen.error

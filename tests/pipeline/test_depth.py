@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.pipeline.depth import choose_in_flight
+from slipstream.pipeline.depth import choose_in_flight, within_cutover
 from slipstream.schedule import Costs, build, simulate
 
 
@@ -45,3 +45,29 @@ def test_the_depth_of_a_host_is_one_the_schedule_allows_and_makes_up_for_latenes
         for k in (chosen, stages)
     )
     assert ahead < least
+
+
+def seconds_per_update(stages, m, in_flight, cutover, link):
+    costs = Costs(forward=0.01, backward=0.02, latency=link, update_latency=link)
+    schedule = build("pipedream_2bw", stages, m, 12, in_flight=in_flight, cutover=cutover)
+    return simulate(schedule, costs).time_per_update
+
+
+@pytest.mark.parametrize("link", [1e-5, 0.001, 0.003, 0.03, 0.05, 0.075])
+@pytest.mark.parametrize(("stages", "m"), [(2, 8), (2, 32), (4, 8), (8, 24)])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_with_the_least_cutover_the_depth_is_never_the_worse_one(stages, m, link, on_host):
+    """50 ms each way between two nodes: the depth was held at the cutover, and the link hidden by nothing."""
+    asked = choose_in_flight(stages, m, 0.03, link, on_host)
+    chosen = within_cutover(stages, m, asked, stages, 0.03, link)
+    assert stages <= chosen <= m + 1
+    taken = seconds_per_update(stages, m, chosen, stages, link)
+    assert taken <= 1.02 * seconds_per_update(stages, m, stages, stages, link)
+    if link >= 0.03 and m >= 3 * stages:
+        assert chosen > stages
+        assert taken < 0.8 * seconds_per_update(stages, m, stages, stages, link)
+
+
+def test_a_cutover_that_leaves_room_takes_nothing_away():
+    assert within_cutover(2, 32, 9, 32, 0.03, 0.1) == 9
+    assert within_cutover(2, 32, 5, 2, 0.03, 1e-5) == 2, "being late by chance is not worth a part of a flush"

@@ -1,5 +1,7 @@
 """A model, data and a callback of a user's own, as train takes them by name."""
 
+import time
+
 import torch
 from torch import nn
 
@@ -67,3 +69,9 @@ def remember(event):
 
 def stop_at_five(event):
     return event["step"] == 5
+
+
+def stall(event):
+    """A callback that never comes back."""
+    if event["step"] == 12:
+        time.sleep(600)

@@ -124,22 +124,42 @@ def test_the_command_at_any_moment(runs, undisturbed, delay, kind):
     assert_same_run(runs, undisturbed)
 
 
+ENDLESS = ["train.steps=100000", "checkpoint.every=10", "optim.schedule=constant", "optim.warmup=0"]
+
+
+def wait_for_step(runs: Runs, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while max(runs.steps("run"), default=0) < step and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_is_answered_though_a_rank_was_stopped(runs, kind):
+    """SIGTERM, or the SIGUSR1 of a batch system: a rank that a SIGSTOP holds is let go on, and the run saves."""
+    process = started(runs, *ENDLESS)
+    wait_for_step(runs, 5)
+    held = children(process)[0]
+    os.kill(held, signal.SIGSTOP)
+    process.send_signal(kind)
+    code, output = ended(process)
+    assert code == 75, output
+    assert f"Process {held} was stopped (SIGSTOP): it is let go on, to save." in output
+    assert re.search(r"Stopped at step \d+, saved\.", output), output
+
+
 def test_a_second_signal_kills(runs, undisturbed):
     process = started(
-        runs, "train.steps=100000", "checkpoint.every=10", "optim.schedule=constant", "optim.warmup=0"
-    )
+        runs, *ENDLESS, "train.callback=tests.train.own:stall"
+    )  # it cannot answer the first one
+    wait_for_step(runs, 12)
     deadline = time.monotonic() + 120
-    while max(runs.steps("run"), default=0) < 12 and time.monotonic() < deadline:
-        time.sleep(0.1)
     workers = children(process)
-    for pid in workers:
-        os.kill(pid, signal.SIGSTOP)  # they cannot answer the first one
     process.send_signal(signal.SIGTERM)
     time.sleep(0.3)
     process.send_signal(signal.SIGTERM)  # a key pressed twice is one request
     time.sleep(1.0)
     assert process.poll() is None
-    while process.poll() is None and time.monotonic() < deadline + 120:
+    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline + 120:
         process.send_signal(signal.SIGTERM)  # one that comes too soon after the first is taken for the same
         time.sleep(0.3)
     code, output = ended(process)

@@ -248,6 +248,20 @@ def test_changed_data_is_refused(runs, tmp_path):
         runs.train("run", "pipeline.schedule=emulate", f"data.path={other}")
 
 
+def test_a_changed_bit_to_validate_on_is_refused(runs, tmp_path):
+    """Its loss would no longer be comparable with those before."""
+    from tests.train.conftest import make_data
+
+    other = make_data(tmp_path / "mine")
+    runs.train("run", "pipeline.schedule=emulate", f"data.path={other}")
+    shard = other / "val_000.bin"
+    held = bytearray(shard.read_bytes())
+    held[5000] ^= 1
+    shard.write_bytes(held)
+    with pytest.raises(UserError, match="the run's validation shards had the contents"):
+        runs.train("run", "pipeline.schedule=emulate", f"data.path={other}", "train.steps=16")
+
+
 def test_the_run_folder_is_locked(runs, monkeypatch):
     monkeypatch.setattr(folder, "LOCK_PATIENCE_SECONDS", 0.0)
     with (

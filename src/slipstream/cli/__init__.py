@@ -29,6 +29,7 @@ COMMANDS = {
     "export": ("slipstream.cli.export", "Write a run as a Hugging Face folder."),
     "report": ("slipstream.cli.report", "One HTML page about one or more runs."),
     "runs": ("slipstream.cli.runs", "List runs; compare them; show in what they differ."),
+    "health": ("slipstream.cli.health", "Whether a run is well, in one line and an exit code."),
     "watch": ("slipstream.cli.watch", "A live view of a running job."),
     "schedule": ("slipstream.cli.schedule", "Draw and compare pipeline schedules."),
     "plan": ("slipstream.cli.plan", "Choose a layout for a model and a cluster."),
@@ -48,7 +49,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}  # met while a file is written, when its na
 def main(argv: list[str] | None = None) -> None:
     """Entry point: a mistake, or a place that cannot be used, is printed without a traceback and exits with 2."""
     if argv is None:  # a process of its own: a cluster's "time is up" ends it as Ctrl-C does
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.default_int_handler)
     try:
         _dispatch(sys.argv[1:] if argv is None else argv)
     except StoppedError:  # what there is to say was said when it was asked for

@@ -25,6 +25,7 @@ def resolve(config: Config, *, world: int | None = None) -> Config:
     pipeline = _pipeline(config, world, problems)
     config = config.model_copy(update={"pipeline": config.pipeline.model_copy(update=pipeline)})
     config = _without_checkpoints(config, problems)
+    config = _restarts(config, problems)
     optim = _optim(config, problems)
     config = config.model_copy(update={"optim": config.optim.model_copy(update=optim)})
     if model is not None:
@@ -100,7 +101,8 @@ def _pipeline(config: Config, world: int | None, problems: list[str]) -> dict[st
             stages = max(1, world // pipeline.data_ranks)
         else:
             stages = 2
-    if world is not None and pipeline.schedule != "emulate" and stages * pipeline.data_ranks != world:
+    exact = world is not None and pipeline.schedule != "emulate" and not pipeline.elastic
+    if exact and stages * pipeline.data_ranks != world:
         problems.append(
             f"{stages} stages x {pipeline.data_ranks} data ranks need {stages * pipeline.data_ranks} "
             "ranks, and "
@@ -147,6 +149,31 @@ def _without_checkpoints(config: Config, problems: list[str]) -> Config:
             "train": config.train.model_copy(update={"sample_tokens": 0}),
         }
     )
+
+
+def _restarts(config: Config, problems: list[str]) -> Config:
+    """Which a run in one process has nobody for."""
+    pipeline, restarts = config.pipeline, config.train.restarts
+    if pipeline.schedule == "emulate" and (pipeline.elastic or restarts):
+        problems.append(
+            "pipeline.elastic and train.restarts cannot take effect with pipeline.schedule=emulate, which runs in one "
+            "process. Drop them."
+        )
+    if pipeline.elastic and pipeline.boundaries is not None:
+        problems.append(
+            f"pipeline.elastic changes the number of stages, and pipeline.boundaries = {pipeline.boundaries} fixes it. "
+            "Drop one of them."
+        )
+    if pipeline.elastic and restarts == 0:
+        problems.append("pipeline.elastic cannot take effect with train.restarts = 0. Drop train.restarts.")
+    if not pipeline.elastic and "least_stages" in pipeline.model_fields_set and pipeline.least_stages > 1:
+        problems.append("pipeline.least_stages cannot take effect without pipeline.elastic=true.")
+    if pipeline.elastic and pipeline.stages is not None and pipeline.least_stages > pipeline.stages:
+        problems.append(
+            f"pipeline.least_stages = {pipeline.least_stages} is more than pipeline.stages = {pipeline.stages}."
+        )
+    derived = (3 if pipeline.elastic else 0) if restarts is None else restarts
+    return config.model_copy(update={"train": config.train.model_copy(update={"restarts": derived})})
 
 
 def _optim(config: Config, problems: list[str]) -> dict[str, Any]:

@@ -116,6 +116,13 @@ class PipelineSettings(Settings):
     )
     data_ranks: int = _layout(1, "data-parallel ranks per stage; they share each microbatch's rows", ge=1)
     shard_optimizer: bool = _layout(False, "each data rank owns the master and state of whole matrices")
+    elastic: bool = _layout(
+        False, "go on with fewer stages when ranks are lost, and with all of them when they are back"
+    )
+    least_stages: int = _layout(1, "the fewest stages an elastic run goes on with", ge=1)
+    return_seconds: float = _layout(
+        60.0, "elastic: time between looks whether a place that was lost is back", gt=0
+    )
     partitions: bool = _layout(
         False, "give each rank its own share of one GPU's multiprocessors, by CUDA MPS"
     )
@@ -181,6 +188,13 @@ class TrainSettings(Settings):
     activation_checkpointing: bool = _layout(False, "recompute each layer's activations in the backward")
     z_loss: float = _field(0.0, "weight of the squared log-partition penalty", ge=0)
     timeout_seconds: float = _layout(600.0, "how long a stage waits for another before it names it", gt=0)
+    restarts: int | None = _layout(
+        None,
+        "times the launcher starts ranks again after a lost one, without a newer checkpoint in between (derived: 0; "
+        "elastic: 3)",
+        ge=0,
+    )
+    disk_seconds: float = _layout(60.0, "how long a full disk is tried again before it is an error", ge=0)
     log_every: int | None = _output(
         None,
         "steps between lines where output is no terminal (derived: a line every few seconds); every step is in "

@@ -13,16 +13,13 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from slipstream.data.contents import cache_folder
 from slipstream.data.prepare import Progress, Recipe, prepare
 from slipstream.errors import DataError
 
 # What is not the library, its tests, and `encodings`: 1.4 MB that are nearly all character tables.
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
 _REVISION = 1  # raised when the way from sources to shards changes
-
-
-def cache_folder() -> Path:
-    return Path.home() / ".cache" / "slipstream"
 
 
 def sources() -> list[Path]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.data.contents import digests
 from slipstream.data.shards import fingerprint, header, token_dtype
 from slipstream.data.split import Chooser, Split, place_of
 from slipstream.data.tokenizer import Tokenizer, check_vocab
@@ -151,6 +152,7 @@ def _write(
         if counts[split] == 0:
             raise DataError(f"No document is left for {split}. Change --valid-fraction, or the files named.")
     tokenizer.save(folder / "tokenizer.json")
+    shards = sorted(folder.glob("*.bin"))
     meta = {
         "format": 1,
         "vocab": tokenizer.vocab_size,
@@ -158,7 +160,8 @@ def _write(
         "documents": counts,
         "tokens": {split: writer.tokens for split, writer in writers.items()},
         "bytes": done,
-        "fingerprint": fingerprint(sorted(folder.glob("*.bin"))),
+        "fingerprint": fingerprint(shards),
+        "sha256": dict(zip([path.name for path in shards], digests(shards), strict=True)),
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return meta

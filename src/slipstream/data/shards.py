@@ -102,6 +102,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{path} is no table with whole numbers for 'vocab' and 'end_of_document'. Mend it, or delete it."
         )
+    if not isinstance(meta.get("sha256", {}), dict):
+        raise DataError(f"{path}: 'sha256' is no table of shards. Mend it, or take it out.")
     return meta
 
 

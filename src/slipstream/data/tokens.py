@@ -19,6 +19,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from slipstream.data.contents import check_as_prepared, combined, digests
 from slipstream.data.shards import find_shards, fingerprint, open_shard, read_meta
 from slipstream.errors import DataError
 
@@ -119,7 +120,14 @@ class TokenDataset:
         return result
 
     def fingerprint(self) -> str:
+        """Of all bytes of few shards, of samples of many: what runs are told apart by in tables."""
         return fingerprint(self.paths)
+
+    def contents(self) -> str:
+        """Of every byte; shards that are not as they were prepared are refused."""
+        found = digests(self.paths)
+        check_as_prepared(self.paths, found, read_meta(self.folder).get("sha256") or {})
+        return combined(found)
 
     def _rows(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
         """All windows of a batch, a few calls for each shard: row by row, the thread that loads ahead would take

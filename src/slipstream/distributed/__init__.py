@@ -1,6 +1,6 @@
 """Processes and process groups: who runs where, and how the ranks find each other.
 
-`launch` and `RankPool` start ranks on this machine; `World` describes the ranks of a running job, whether
+`RankPool` starts ranks on this machine; `World` describes the ranks of a running job, whether
 this package started them or torchrun did. Nothing else in the package reads environment variables.
 
 Starting ranks needs no torch, and importing it takes seconds: what does need it loads on first use.
@@ -11,13 +11,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from slipstream.distributed.launch import RankPool, launch, started_by_torchrun
+from slipstream.distributed.launch import RankPool, forwarded_signals, started_by_torchrun
 from slipstream.distributed.partition import Partitions, partitioned
 
 if TYPE_CHECKING:
     from slipstream.distributed.world import World, initialise
 
-__all__ = ["Partitions", "RankPool", "World", "initialise", "launch", "partitioned", "started_by_torchrun"]
+__all__ = [
+    "Partitions",
+    "RankPool",
+    "World",
+    "forwarded_signals",
+    "initialise",
+    "partitioned",
+    "started_by_torchrun",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 A worker is a fresh interpreter (`python -m slipstream.distributed.worker`) that takes jobs over a socket:
 a job is the name of a function, its arguments, and the size of the process group to make for it. Workers stay
-warm between jobs, so that importing torch is paid once (`RankPool`); `launch` is a pool used once.
+warm between jobs, so that importing torch is paid once (`RankPool`).
 Each worker watches its socket: when the launcher dies, however it dies, the worker exits.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -18,20 +17,33 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
 
-from slipstream.errors import StageError, StoppedError, UserError
+from slipstream.distributed.answers import STACKS, collect, receive, send
+from slipstream.errors import LostRankError, StoppedError, UserError
 
 Function = str | Callable[..., Any]  # "module:qualname", or an importable function
 
-# How gloo and sockets tell of a peer that left.
-LOST_CONNECTION = ("Connection", "not connected", "closed by the other end", "Broken pipe")
-# How long the ranks that did not fail first are given to end by themselves and say what they saw.
-GRACE_SECONDS = 10.0
-STACKS = signal.SIGUSR1  # has a worker print where it is
-PRINTING_SECONDS = 0.5
+# How a run is asked to stop; SIGUSR1 is what a batch system sends ahead of its limit.
+STOPS = frozenset({signal.SIGTERM, signal.SIGUSR1})
 AT_ONCE_SECONDS = 1.0  # a key pressed twice, or a terminal that signals a whole group: one request
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is sent: a function, its arguments, and its rank among those who run it."""
+
+    function: str
+    args: tuple
+    kwargs: dict[str, Any]
+    rank: int
+    ranks: int
+    place: int  # of the process in its pool: which device is its own
+    port: int
+    patience_seconds: float | None
 
 
 class Asked(Protocol):
@@ -46,42 +58,19 @@ def started_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
 
 
-def launch(
-    function: Function,
-    nproc: int,
-    args: tuple = (),
-    *,
-    timeout: float | None = None,
-    on_signal: Asked | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> list[Any]:
-    """Run `function(world, *args)` on `nproc` new ranks; results come back in rank order.
-
-    `on_signal`: SIGINT and SIGTERM are passed on to the workers (once: asked to stop; twice: killed, which raises
-    a `StoppedError`) instead of ending the launcher at once, and it is told of them. `environment`: further variables
-    of the workers.
-    """
-    with RankPool(nproc, environment) as pool:
-        if on_signal is None:
-            return pool.run(function, *args, timeout=timeout)
-        with _forwarded_signals(pool, on_signal) as killed:
-            try:
-                return pool.run(function, *args, timeout=timeout)
-            except UserError as error:
-                if killed.is_set():  # that ranks were lost is no news
-                    raise StoppedError("Stopped at once.") from error
-                raise
-
-
 class RankPool:
-    """`size` warm worker processes. A job may use fewer; a lost worker is replaced before the next job."""
+    """Up to `size` warm worker processes, each in a place of its own: the number of its device, where it has one.
+
+    A job may use some of them; one that is lost is replaced before the next job.
+    """
 
     def __init__(self, size: int, environment: Mapping[str, str] | None = None) -> None:
         if size < 1:
             raise UserError(f"A pool needs at least one process, not {size}.")
-        self._size = size
+        self.size = size
         self._environment = dict(environment or {})
-        self._workers: list[_Worker] = []
+        self._workers: dict[int, _Worker] = {}
+        self._at_work: tuple[_Worker, ...] = ()
         self._signalled: int | None = None  # for workers that are not there yet
 
     def __enter__(self) -> RankPool:
@@ -95,51 +84,93 @@ class RankPool:
         function: Function,
         *args: Any,
         ranks: int | None = None,
+        places: Sequence[int] | None = None,
         timeout: float | None = None,
+        patience_seconds: float | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Run `function(world, *args, **kwargs)` on the first `ranks` workers; results in rank order."""
-        ranks = self._size if ranks is None else ranks
-        if not 1 <= ranks <= self._size:
-            raise UserError(f"A job of {ranks} ranks does not fit a pool of {self._size} processes.")
-        self._replace_lost()
-        workers = self._workers[:ranks]
-        port = workers[0].serve()
-        for rank, worker in enumerate(workers):
-            send(worker.connection, (_name_of(function), args, kwargs, rank, ranks, port))
-        return _collect(workers, timeout)
+        """Run `function(world, *args, **kwargs)` on the workers of `places` (of the first `ranks` places); results in
+        rank order. `timeout`: for the whole job; `patience_seconds`: how long ranks wait for each other to come, and
+        how long one of them may give no sign of life.
+        """
+        count = self.size if ranks is None else ranks
+        places = range(count) if places is None else places
+        if not 1 <= len(places) <= self.size:
+            raise UserError(f"A job of {len(places)} ranks does not fit a pool of {self.size} processes.")
+        self._at_work = workers = tuple(self._ready(place, rank) for rank, place in enumerate(places))
+        port = workers[0].serve(patience_seconds)
+        name = _name_of(function)
+        for rank, (place, worker) in enumerate(zip(places, workers, strict=True)):
+            job = Job(name, args, kwargs, rank, len(places), place, port, patience_seconds)
+            with contextlib.suppress(OSError):  # lost already: `collect` reads the end of its socket
+                send(worker.connection, job)
+        try:
+            return collect(workers, timeout, patience_seconds)
+        finally:
+            self._at_work = ()
 
-    def _replace_lost(self) -> None:
-        """Each in its place: torch keeps what a process worked out as one rank, and would use it as another."""
-        lost = [i for i, worker in enumerate(self._workers) if not worker.alive()]
-        for place in (*lost, *range(len(self._workers), self._size)):
-            self._workers[place : place + 1] = [_Worker(self._environment)]
-            if self._signalled is not None:
-                self._workers[place].signal(self._signalled)
+    def _ready(self, place: int, rank: int) -> _Worker:
+        """Torch keeps what a process worked out as one rank, and would use it as another: it is never another."""
+        worker = self._workers.get(place)
+        if worker is None or not worker.alive() or worker.rank not in (None, rank):
+            worker = self._start(place)
+        worker.rank = rank
+        return worker
+
+    def _start(self, place: int) -> _Worker:
+        if place in self._workers:
+            self._workers[place].close()
+        self._workers[place] = worker = _Worker(self._environment)
+        if self._signalled is not None:
+            worker.signal(self._signalled)
+        return worker
+
+    def comes_up(self, place: int, seconds: float) -> bool:
+        """Start the worker of a place that no job uses; whether it can use its device. It stays for the next job."""
+        return self._start(place).comes_up(place, seconds)
 
     def signal(self, number: int) -> None:
         """Send a signal to every worker, also to those that are still to be started."""
         self._signalled = number
-        for worker in self._workers:
+        for worker in list(self._workers.values()):
             worker.signal(number)
 
+    def ask_to_stop(self) -> None:
+        """The job that runs now, and no later one."""
+        for worker in self._at_work:
+            worker.signal(signal.SIGTERM)
+
+    def show_stacks(self) -> None:
+        for worker in self._at_work:
+            worker.signal(STACKS)
+
+    def wake(self) -> list[int]:
+        """Let the workers that are stopped go on; which they are."""
+        stopped = [worker for worker in self._at_work if worker.stopped()]
+        for worker in stopped:
+            worker.signal(signal.SIGCONT)
+        return [worker.pid for worker in stopped]
+
     def close(self) -> None:
-        for worker in self._workers:
+        for worker in self._workers.values():
+            worker.connection.close()  # all are told before the first is waited for
+        for worker in self._workers.values():
             worker.close()
-        self._workers = []
+        self._workers = {}
 
 
 class _Worker:
     """One process and the socket to it."""
 
     def __init__(self, extra: Mapping[str, str]) -> None:
+        self.rank: int | None = None  # it has been
         ours, theirs = socket.socketpair()
         environment = {**os.environ, **extra}
         environment.setdefault("OMP_NUM_THREADS", "1")  # one intra-op thread: the bits depend on it
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # ranks we start talk over loopback only
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         # Born with them blocked: a stop asked for while a worker starts waits for the job that can answer it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *STOPS})
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "slipstream.distributed.worker", str(theirs.fileno())],
@@ -164,17 +195,37 @@ class _Worker:
             return False
         return True
 
-    def serve(self) -> int:
+    def serve(self, seconds: float | None = None) -> int:
         """Have this worker listen on a loopback port where the ranks of the next job will meet."""
-        send(self.connection, "serve")
+        answer = self._ask("serve", seconds)
+        if not isinstance(answer, int):
+            raise LostRankError(f"A worker process {answer or self.ended()} before its first job.", [0])
+        return answer
+
+    def comes_up(self, place: int, seconds: float) -> bool:
+        return self._ask(("come up", place), seconds) is True
+
+    def _ask(self, question: Any, seconds: float | None) -> Any:
+        """The answer; words where there is none in time; None where the process is gone."""
         try:
+            send(self.connection, question)
+            if not self.connection.poll(seconds):
+                return f"gave no answer within {seconds:g} s"
             return receive(self.connection)
         except (EOFError, OSError):
-            raise StageError(f"A worker process {self.ended()} before its first job.") from None
+            return None
 
     def signal(self, number: int) -> None:
-        if self.alive():
+        if self._process.poll() is None:
             self._process.send_signal(number)
+
+    def stopped(self) -> bool:
+        """Whether a signal, or a debugger, holds the process."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:  # gone, or a system without /proc
+            return False
+        return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
     def ended(self) -> str:
         """How the process ended, in words."""
@@ -191,92 +242,9 @@ class _Worker:
     def close(self) -> None:
         self.connection.close()  # a worker that reads the end of its socket exits
         try:
-            self._process.wait(timeout=2)
+            self._process.wait(timeout=0 if self.stopped() else 2)
         except subprocess.TimeoutExpired:
             self.kill()
-
-
-class _Failure(NamedTuple):
-    kind: str  # "mistake": a UserError; "crash": any other exception; "died": the process is gone
-    error: Exception
-    traceback: str
-
-
-def _collect(workers: Sequence[_Worker], timeout: float | None) -> list[Any]:
-    """Wait for every rank; on the first failure give the others a moment, then stop them and say why."""
-    deadline = None if timeout is None else time.monotonic() + timeout
-    results: dict[int, Any] = {}
-    failures: list[_Failure] = []
-    waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
-    while waiting:
-        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = wait(list(waiting), remaining)
-        if not ready:
-            break
-        for connection in ready:
-            assert isinstance(connection, Connection)
-            rank = waiting.pop(connection)
-            try:
-                outcome, value = receive(connection)
-            except (EOFError, OSError):
-                lost = StageError(f"Rank {rank} {workers[rank].ended()} before it finished.")
-                outcome, value = "died", (lost, "")
-            if outcome == "result":
-                results[rank] = value
-                continue
-            if not failures:
-                grace = time.monotonic() + GRACE_SECONDS
-                deadline = grace if deadline is None else min(deadline, grace)
-            error, traceback = value
-            failures.append(_Failure(outcome, error, traceback))
-    for rank in sorted(waiting.values()):  # still running after the deadline
-        if not failures:
-            print(f"Rank {rank} gave no answer. It is here:", file=sys.stderr, flush=True)
-            workers[rank].signal(STACKS)
-            time.sleep(PRINTING_SECONDS)
-    for rank in waiting.values():
-        workers[rank].kill()
-    if failures:
-        raise _first_cause(failures)
-    if waiting:
-        ranks = ", ".join(str(rank) for rank in sorted(waiting.values()))
-        raise StageError(
-            f"No answer within {timeout:g} s from rank {ranks}; all ranks were stopped. "
-            "Where each of them was is printed above."
-        )
-    return [results[rank] for rank in range(len(workers))]
-
-
-def _first_cause(failures: list[_Failure]) -> Exception:
-    """A user's mistake explains more than a death, and a death more than a neighbour that missed its peer."""
-    order = ("mistake", "died", "crash")
-    own = [f for f in failures if not (f.kind == "mistake" and isinstance(f.error, StageError))] or failures
-    # The earliest of the best kind; a lost connection is what the others see of somebody's own trouble.
-    first = min(own, key=lambda failure: (order.index(failure.kind), _is_lost_connection(failure.error)))
-    if first.kind == "mistake" and not isinstance(first.error, StageError):
-        return first.error
-    if first.traceback:
-        print(first.traceback, file=sys.stderr)
-    # What a neighbour saw (stage, group, microbatch) belongs beside how the lost rank ended.
-    seen = [
-        f.error
-        for f in failures
-        if f is not first and isinstance(f.error, StageError) and f.kind == "mistake"
-    ]
-    return StageError("\n".join(str(error) for error in [first.error, *seen[:1]]))
-
-
-def _is_lost_connection(error: Exception) -> bool:
-    return any(words in str(error) for words in LOST_CONNECTION)
-
-
-def send(connection: Connection, message: Any) -> None:
-    """Plain pickle: torch teaches `Connection.send` to share memory instead, which outlives no process."""
-    connection.send_bytes(pickle.dumps(message))
-
-
-def receive(connection: Connection) -> Any:
-    return pickle.loads(connection.recv_bytes())
 
 
 def _name_of(function: Function) -> str:
@@ -285,25 +253,49 @@ def _name_of(function: Function) -> str:
     return f"{function.__module__}:{function.__qualname__}"
 
 
+class Stop:
+    """What the person who started the job asked for so far."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.killed = threading.Event()
+
+    def guard(self, run: Callable[[], Any]) -> Any:
+        """`run`, whose ranks may be killed by a second request: that they were lost is then no news."""
+        try:
+            return run()
+        except UserError as error:
+            if self.killed.is_set():
+                raise StoppedError("Stopped at once.") from error
+            raise
+
+
 @contextlib.contextmanager
-def _forwarded_signals(pool: RankPool, asked: Asked) -> Iterator[threading.Event]:
-    first: float | None = None
-    killed = threading.Event()
+def forwarded_signals(pool: RankPool, told: Asked) -> Iterator[Stop]:
+    """Inside, a request to stop goes to the ranks, which save and end; a second one kills them. SIGUSR2 has all of
+    them print where they are."""
+    stop = Stop()
+    first = 0.0
 
     def forward(number: int, frame: object) -> None:
         nonlocal first
-        if first is None:
+        if not stop.asked.is_set():
             first = time.monotonic()
+            stop.asked.set()
             pool.signal(signal.SIGTERM)
-            asked.first()
-        elif time.monotonic() - first > AT_ONCE_SECONDS and not killed.is_set():
-            killed.set()
+            told.first()
+            for pid in pool.wake():  # else it could not answer
+                os.write(2, f"Process {pid} was stopped (SIGSTOP): it is let go on, to save.\n".encode())
+        elif time.monotonic() - first > AT_ONCE_SECONDS and not stop.killed.is_set():
+            stop.killed.set()
             pool.signal(signal.SIGKILL)
-            asked.second()
+            told.second()
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, *STOPS), forward)
+    handlers[STACKS] = lambda *_: pool.show_stacks()
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        yield killed
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,8 +1,9 @@
 """The process that runs jobs for a launcher: `python -m slipstream.distributed.worker FD`.
 
 A thread owns the socket to the launcher: it takes jobs, and ends the process when the launcher is gone, even
-while a job is running. A job gets its own process group, made before it and destroyed after it. SIGTERM is blocked
-from birth (`launch.py`): a job that wants to stop on it unblocks it.
+while a job is running. Another one beats while a job runs, so that the launcher sees that this process does. A job gets
+its own process group, made before it and destroyed after it. SIGTERM and SIGUSR1 are blocked from birth (`launch.py`):
+a job that wants to stop on them unblocks them.
 """
 
 from __future__ import annotations
@@ -16,21 +17,20 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
-from slipstream.distributed.launch import STACKS, receive, send
+from slipstream.distributed.answers import BEAT, BEAT_SECONDS, STACKS, receive, send
+from slipstream.distributed.launch import STOPS, Job
 from slipstream.errors import StageError, UserError
 
 
 def main(descriptor: int) -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal's Ctrl-C reaches the launcher, which passes it on
-    signal.signal(
-        signal.SIGTERM, lambda *_: None
-    )  # threads of a job that had it unblocked may outlive the job
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's reaches the launcher, which passes it on
+    for number in STOPS:  # threads of a job that had them unblocked may outlive the job
+        signal.signal(number, lambda *_: None)
     faulthandler.register(STACKS)  # also while the interpreter is held up in a library
     connection = Connection(descriptor)
     jobs: queue.SimpleQueue = queue.SimpleQueue()
@@ -42,11 +42,15 @@ def main(descriptor: int) -> None:
             listener = socket.create_server(("127.0.0.1", 0))
             send(connection, listener.getsockname()[1])
             continue
-        name, args, kwargs, rank, ranks, port = message
+        if not isinstance(message, Job):
+            send(connection, _comes_up(message[1]))
+            continue
+        job = message
         meeting = None if listener is None else listener.detach()
-        answer = _perform(name, args, kwargs, rank, ranks, port, meeting)
-        while signal.SIGTERM in signal.sigpending():  # it was meant for the job that has just ended
-            signal.sigwait((signal.SIGTERM,))
+        with _beating(connection):
+            answer = _perform(job, meeting)
+        while pending := STOPS & signal.sigpending():  # meant for the job that has just ended
+            signal.sigwait(pending)
         listener = None
         with contextlib.suppress(OSError):
             _answer(connection, answer)
@@ -70,23 +74,50 @@ def _answer(connection: Connection, answer: tuple[str, Any]) -> None:
         send(connection, ("crash", (StageError(f"A job's result cannot be sent back: {error}"), "")))
 
 
-def _perform(
-    name: str, args: tuple, kwargs: dict[str, Any], rank: int, ranks: int, port: int, listener: int | None
-) -> tuple[str, Any]:
+@contextlib.contextmanager
+def _beating(connection: Connection) -> Iterator[None]:
+    """Inside, the launcher hears from this process; when this ends, nothing but the answer is sent any more."""
+    over = threading.Event()
+
+    def beat() -> None:
+        with contextlib.suppress(OSError):  # the launcher is gone, which ends this process
+            while not over.wait(BEAT_SECONDS):
+                send(connection, (BEAT, None))
+
+    thread = threading.Thread(target=beat, name="slipstream-beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _comes_up(place: int) -> bool:
+    """Whether this process can use the device of its place; what it imports for that it has for its first job."""
+    from slipstream.distributed.world import comes_up
+
+    return comes_up(place)
+
+
+def _perform(job: Job, listener: int | None) -> tuple[str, Any]:
     from slipstream.distributed.world import initialise
 
     try:
-        module, _, qualname = name.partition(":")
+        module, _, qualname = job.function.partition(":")
         function: Any = import_module(module)
         for part in qualname.split("."):
             function = getattr(function, part)
-        with initialise(rank, ranks, port=port, listener=listener) as world:
-            return "result", function(world, *args, **kwargs)
+        options: dict[str, Any] = {"port": job.port, "listener": listener, "place": job.place}
+        if job.patience_seconds is not None:
+            options["timeout_seconds"] = job.patience_seconds
+        with initialise(job.rank, job.ranks, **options) as world:
+            return "result", function(world, *job.args, **job.kwargs)
     except UserError as error:
         return "mistake", (error, "")
     except Exception as error:
         # The launcher prints the traceback of the first cause only: its peers' are consequences.
-        message = f"Rank {rank} failed with {type(error).__name__}: {error}"
+        message = f"Rank {job.rank} failed with {type(error).__name__}: {error}"
         return "crash", (StageError(message), traceback.format_exc())
 
 

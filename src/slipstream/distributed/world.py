@@ -9,13 +9,15 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from slipstream.distributed import lost
 from slipstream.distributed.affinity import pin
 from slipstream.distributed.device_group import (
     SHARED,
@@ -26,9 +28,11 @@ from slipstream.distributed.device_group import (
 )
 from slipstream.distributed.groups import close_all
 from slipstream.distributed.launch import started_by_torchrun
-from slipstream.errors import UserError
+from slipstream.distributed.meeting import agreed_word, watched
+from slipstream.errors import StageError, UserError
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
+STANDING_BY_SECONDS = 0.5
 LEAVING_SECONDS = 60.0  # how long rank 0 waits for the others at the end
 FAILED_SECONDS = 3.0  # how long ranks that share a GPU wait for each other when one of them failed
 
@@ -41,6 +45,17 @@ class World:
     size: int
     local_rank: int
     store: dist.Store
+
+    @property
+    def spare(self) -> bool:
+        """Whether this process has no part in the job: there are more than it can use."""
+        return self.rank >= self.size
+
+    def wait_until_over(self) -> None:
+        """A spare rank's part: to be there, in case it is needed next time, until the others are done."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it the job
+            while not self.store.check(["left/0"]):
+                time.sleep(STANDING_BY_SECONDS)
 
     def mesh(self, stages: int) -> tuple[int, int]:
         """(stage, data rank) of this process when the world is cut into pipelines of `stages`."""
@@ -59,56 +74,111 @@ def initialise(
     *,
     port: int | None = None,
     listener: int | None = None,
+    place: int | None = None,
+    used: int | None = None,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> Iterator[World]:
     """Join the default process group: as a rank our own launcher made, or, with no arguments, torchrun's.
 
     Tensors on the CPU always travel over gloo; CUDA tensors over NCCL where each rank has a GPU of its own, and
-    through the memory of the GPU where all ranks share one (`device_group.py`).
+    through the memory of the GPU where all ranks share one (`device_group.py`). `place`: of the process in its pool,
+    which says which GPU is its own. `used`: how many of torchrun's ranks train; the others are spare.
     """
     torch.set_num_threads(1)  # another thread count changes the bits of LayerNorm gradients and long sums
-    timeout = timedelta(seconds=timeout_seconds)
-    if rank is None or size is None:
+    torchrun = rank is None or size is None
+    if torchrun:
         if not started_by_torchrun():
             raise UserError(
                 "No process group: start this under torchrun, or through slipstream's own launcher."
             )
-        local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        _settle(local_rank, local_size)
-        met, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        # A restarted attempt meets at the same store: without a name of its own it would find the addresses of
-        # the attempt that died.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"slipstream/attempt-{attempt}", met)
-        backend = _backend(rank, size, local_size, store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        world = World(rank, size, local_rank, store)
-    else:
-        assert port is not None
-        _settle(rank, size)
-        if listener is None:
-            server = dist.TCPStore("127.0.0.1", port, is_master=False)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    assert rank is not None
+    assert size is not None
+    with lost.own_words(rank, size, timeout_seconds), ExitStack() as stack:
+        if torchrun:
+            world = _meet_at_torchruns(stack, rank, size, used or size, timeout_seconds)
         else:
-            server = dist.TCPStore(
-                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener
+            assert port is not None
+            world = _meet_at_ours(
+                stack, rank, size, rank if place is None else place, port, listener, timeout_seconds
             )
-        store = dist.PrefixStore("slipstream", server)
-        backend = _backend(rank, size, size, store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        world = World(rank, size, rank, store)
-    failed = True
+        if world.spare:
+            yield world
+            return
+        failed = True
+        try:
+            yield world
+            failed = False
+        finally:
+            _settle_together(world, failed)
+            if not failed:
+                _leave_together(world)
+            close_all(failed)
+            # A group that lost a peer cannot always be closed.
+            with contextlib.suppress(RuntimeError, ValueError):
+                dist.destroy_process_group()
+
+
+def _meet_at_torchruns(stack: ExitStack, rank: int, size: int, used: int, timeout_seconds: float) -> World:
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    _settle(local_rank, local_rank, local_size)
+    met, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
+    stack.enter_context(watched(met, timeout_seconds))
+    # Attempts of one torchrun meet at the same store, and it does not number all of them: without a word of its own
+    # a new one would find the addresses of the one that died.
+    store = dist.PrefixStore(f"slipstream/{agreed_word(met, rank, size, timeout_seconds)}", met)
+    world = World(rank, used, local_rank, store)
+    if not world.spare:
+        _join(world, min(local_size, used), timeout_seconds)
+    return world
+
+
+def _meet_at_ours(
+    stack: ExitStack,
+    rank: int,
+    size: int,
+    place: int,
+    port: int,
+    listener: int | None,
+    timeout_seconds: float,
+) -> World:
+    _settle(place, rank, size)
+    timeout = timedelta(seconds=timeout_seconds)
+    if listener is None:
+        server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    else:
+        server = dist.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+            timeout=timeout,
+        )
+    if rank > 0:
+        stack.enter_context(watched(server, timeout_seconds))
+    world = World(rank, size, place, dist.PrefixStore("slipstream", server))
+    _join(world, size, timeout_seconds)
+    return world
+
+
+def _join(world: World, local_size: int, timeout_seconds: float) -> None:
+    """Make the default process group. Who does not come is named."""
+    store, rank, size = world.store, world.rank, world.size
+    store.set(f"here/{rank}", "")
+    backend = _backend(world, local_size)
+    timeout = timedelta(seconds=timeout_seconds)
     try:
-        yield world
-        failed = False
-    finally:
-        _settle_together(world, failed)
-        if not failed:
-            _leave_together(world)
-        close_all(failed)
-        # A group that lost a peer cannot always be closed.
-        with contextlib.suppress(RuntimeError, ValueError):
-            dist.destroy_process_group()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except RuntimeError as error:
+        if not lost.is_lost_peer(error):
+            raise
+        missing = [str(other) for other in range(size) if not store.check([f"here/{other}"])]
+        who = f"rank {', '.join(missing)}" if missing else "the others"
+        raise StageError(
+            f"Rank {rank} waited for {who} at the start: {lost.words(error)} ({timeout_seconds:g} s)."
+        ) from error
 
 
 def _settle_together(world: World, failed: bool) -> None:
@@ -127,25 +197,36 @@ def _settle_together(world: World, failed: bool) -> None:
             while not done.query() and time.monotonic() < deadline:
                 time.sleep(0.001)
 
-    def meet() -> None:
-        with contextlib.suppress(RuntimeError):  # someone else is gone already, and tells its own story
-            world.store.set(f"settled/{world.rank}", "")
-            names = [f"settled/{rank}" for rank in range(world.size)]
-            world.store.wait(names, timedelta(seconds=max(0.1, deadline - time.monotonic())))
-
-    # The store is another rank's: one that is stopped never answers, and a call to it knows no deadline.
-    asking = threading.Thread(target=meet, daemon=True)
-    asking.start()
-    asking.join(max(0.1, deadline - time.monotonic()) + 1.0)
+    _at_most(
+        max(0.1, deadline - time.monotonic()) + 1.0,
+        lambda: _meet(world, "settled", max(0.1, deadline - time.monotonic())),
+    )
 
 
 def _leave_together(world: World) -> None:
     """Rank 0 serves the store: it goes last, so that no rank finds it gone in the middle of a question."""
-    with contextlib.suppress(RuntimeError):  # someone else is gone already, and tells its own story
-        world.store.set(f"left/{world.rank}", "")
-        if world.rank == 0:
-            names = [f"left/{rank}" for rank in range(world.size)]
-            world.store.wait(names, timedelta(seconds=LEAVING_SECONDS))
+    if world.rank == 0:
+        _at_most(LEAVING_SECONDS + 1.0, lambda: _meet(world, "left", LEAVING_SECONDS))
+    else:
+        _at_most(LEAVING_SECONDS, lambda: world.store.set(f"left/{world.rank}", ""))
+
+
+def _meet(world: World, where: str, seconds: float) -> None:
+    world.store.set(f"{where}/{world.rank}", "")
+    names = [f"{where}/{rank}" for rank in range(world.size)]
+    world.store.wait(names, timedelta(seconds=seconds))
+
+
+def _at_most(seconds: float, ask: Callable[[], object]) -> None:
+    """The store is another rank's: one that is stopped never answers, and a call to it knows no deadline."""
+
+    def asking() -> None:
+        with contextlib.suppress(RuntimeError):  # someone else is gone already, and tells its own story
+            ask()
+
+    thread = threading.Thread(target=asking, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def device_for(local_rank: int) -> torch.device:
@@ -155,22 +236,32 @@ def device_for(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def _settle(local_rank: int, local_size: int) -> None:
+def comes_up(place: int) -> bool:
+    """Whether a process can use the device of its place."""
+    try:
+        torch.zeros(1, device=device_for(place)).item()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _settle(place: int, local_rank: int, local_size: int) -> None:
     """Take this rank's own device: a GPU, or cores."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(device_for(local_rank))
+        torch.cuda.set_device(device_for(place))
     else:
         pin(local_rank, local_size)
 
 
-def _backend(rank: int, size: int, local_size: int, store: dist.Store) -> str:
+def _backend(world: World, local_size: int) -> str:
     """NCCL refuses two ranks on one GPU unless it is told not to (from 2.30 on); our own group carries them then."""
     if not torch.cuda.is_available():
         return "gloo"
     if torch.cuda.device_count() >= local_size or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
-    if size > local_size:
+    if world.size > local_size:
         return "gloo"  # several machines: CUDA tensors are staged through the host, by the engine only
     register_backends()
     one_gpu = torch.cuda.device_count() == 1
-    return SHARED if one_gpu and can_share(store, rank, size, device_for(rank)) else STAGED
+    shared = one_gpu and can_share(world.store, world.rank, world.size, device_for(world.local_rank))
+    return SHARED if shared else STAGED

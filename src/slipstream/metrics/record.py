@@ -1,6 +1,6 @@
 """events.jsonl: everything a run says, one JSON object per line. Invariant: no step is written twice.
 
-Lines are appended whole and flushed, so a kill can cut off at most the last one. On resume the file, and the ranks'
+Lines are appended whole (`append.py`), so a kill can cut off at most the last one. On resume the file, and the ranks'
 own logs, are cut back to the checkpoint (`cut_back`): lines of later steps describe a future that did not happen.
 """
 
@@ -13,12 +13,14 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from slipstream.metrics.append import Appending
 from slipstream.metrics.events import EVENTS_FILE
 
+RETRY_SECONDS = 0.2
 _STEP_LINE = re.compile(r"step (\d+)  ")  # of a rank's log
 
 
@@ -31,30 +33,51 @@ class Tracker(Protocol):
 
 
 class Recorder:
-    """Appends events; safe to use from the checkpoint thread."""
+    """Appends events; safe to use from the checkpoint thread. A disk that is full for a moment holds nothing up."""
 
-    def __init__(self, folder: Path, trackers: tuple[Tracker, ...] = ()) -> None:
-        self._file = (folder / EVENTS_FILE).open("a", encoding="utf-8")
+    def __init__(
+        self,
+        folder: Path,
+        trackers: tuple[Tracker, ...] = (),
+        patience_seconds: float = 0.0,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._file = Appending(folder / EVENTS_FILE, patience_seconds, tell)
         self._trackers = trackers
         self._changed = threading.Condition()
-        self._step = 0
+        self._step = 0  # the newest whose event is in the file
+        self._told = 0  # the newest that was told
+
+    def tell_by(self, tell: Callable[[str], None]) -> None:
+        """How a person hears of trouble with the disk."""
+        self._file.tell = tell
 
     def write(self, event: str, step: int, **values: Any) -> dict[str, Any]:
         line = {"event": event, "step": step, "time": round(time.time(), 3)} | values
         with self._changed:
-            self._file.write(json.dumps(_finite(line)) + "\n")
-            self._file.flush()
             if event in ("step", "start"):
-                self._step = max(self._step, step)
-                self._changed.notify_all()
+                self._told = max(self._told, step)
+            self._file.write(json.dumps(_finite(line)) + "\n")
+            self._advance()
         for tracker in self._trackers:
             tracker.log(line)
         return line
 
+    def _advance(self) -> None:
+        if self._file.written and self._step < self._told:
+            self._step = self._told
+            self._changed.notify_all()
+
     def wait_for(self, step: int, timeout: float) -> bool:
-        """Wait until the events up to `step` are written."""
+        """Wait until the events up to `step` are written; what a full disk held up is tried again meanwhile."""
+        deadline = time.monotonic() + timeout
         with self._changed:
-            return self._changed.wait_for(lambda: self._step >= step, timeout)
+            while self._step < step and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(min(left, RETRY_SECONDS))
+                if not self._file.written:
+                    self._file.flush()
+                    self._advance()
+            return self._step >= step
 
     def close(self) -> None:
         self._file.close()

@@ -7,6 +7,9 @@ nothing): K - 1 = w_0 = (P-1)(1 + ceil(2L / T)). Each further microbatch costs i
 includes how much longer than the least a forward and backward typically take: a stage that is late by chance
 delays its neighbours just as a slow link does.
 
+A cutover below that number (`schedule/cutover.py`) has every group begin with a part of a flush, which costs more than
+a fast link and less than a slow one: `within_cutover` asks the simulator which of the two to have.
+
 On a host stages are ahead by `HOST_LEAD` pairs more, as far as m + 1 allows. Cores are late for several microbatches
 in a row (other programs, clocks), and their memory is cheap.
 """
@@ -18,6 +21,9 @@ from collections.abc import Callable, Mapping
 
 from slipstream.pipeline.peers import Heard, Tally
 from slipstream.schedule.asynchronous import warm_up_2bw
+from slipstream.schedule.costs import Costs
+from slipstream.schedule.generate import build
+from slipstream.schedule.simulate import simulate
 
 # A loss below this share of the time is not worth twice the activations.
 NEGLIGIBLE = 0.01
@@ -25,6 +31,7 @@ NEGLIGIBLE = 0.01
 # Measured on two shared cores, P=2, in turns with the bound (docs/notes/engine.md): m=2, 2 and 3 in flight: 0.91, 0.97;
 # m=4, 2 to 5 in flight: 0.91, 0.97, 0.97, 0.98; m=8, 4, 6 and 9 in flight: the same.
 HOST_LEAD = 3
+_GROUPS = 6  # simulated to compare two depths
 
 
 def choose_in_flight(
@@ -43,6 +50,27 @@ def choose_in_flight(
     if lost < NEGLIGIBLE:
         return stages
     return max(stages, min(1 + (stages - 1) * (1 + lead), microbatches))
+
+
+def within_cutover(
+    stages: int, microbatches: int, chosen: int, cutover: int, work_seconds: float, link_seconds: float
+) -> int:
+    """`chosen`, or as many as the cutover allows without a flush, whichever gives the shorter update by the simulator.
+
+    A pure function of times that all stages have heard, so all of them come to the same answer.
+    """
+    capped = min(chosen, max(stages, cutover))
+    wanted = min(1 + (stages - 1) * (1 + math.ceil(2 * link_seconds / work_seconds)), microbatches + 1)
+    if cutover >= microbatches or capped == chosen or wanted <= capped:
+        return capped
+    # The update's own exchange crosses the links as well.
+    costs = Costs(work_seconds / 3, 2 * work_seconds / 3, latency=link_seconds, update_latency=link_seconds)
+
+    def seconds(in_flight: int) -> float:
+        schedule = build("pipedream_2bw", stages, microbatches, _GROUPS, in_flight=in_flight, cutover=cutover)
+        return simulate(schedule, costs).time_per_update
+
+    return wanted if seconds(wanted) < (1 - NEGLIGIBLE) * seconds(capped) else capped
 
 
 class Depth:
@@ -78,15 +106,15 @@ class Depth:
         if group == self._decided_at:
             self._open = False
             told = heard[group - 2]
-            chosen = choose_in_flight(
+            stages, m, work, link = (
                 self._stages,
                 self._microbatches,
                 max(told.work_seconds),
                 max(told.link_seconds),
-                self._on_host,
             )
-            if self._cutover < self._microbatches:
-                chosen = min(chosen, max(self._stages, self._cutover))
+            chosen = choose_in_flight(stages, m, work, link, self._on_host)
+            if work > 0:
+                chosen = within_cutover(stages, m, chosen, self._cutover, work, link)
             self._set(chosen)
 
     def tell(self, tally: Tally, pair_seconds: Callable[[], tuple[float, float]]) -> None:

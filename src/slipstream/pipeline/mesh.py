@@ -31,6 +31,7 @@ from slipstream.pipeline.peers import (
     Gradients,
     Heard,
     InStream,
+    OverRanks,
     Steps,
     Tally,
     Wait,
@@ -77,6 +78,7 @@ class Mesh:
         # What it takes to make a gradient, not the weights: a sharded master gives most of them back.
         self._forms = [(p.shape, gradient_dtype or p.dtype, p.device) for p in map(local, parameters)]
         self._rows, self._grid, self._ties = list(rows), grid, ties
+        self._timeout_seconds = timeout_seconds
         held = held_ties(parameters, ties, rows)
         self.layout = _discover(len(rows), held, stage, stages, group, data_group, grid)
         self.groups = Groups.meet([group, *grid.spanning], device, timeout_seconds)
@@ -129,7 +131,7 @@ class Mesh:
                     grads[i] = member if mine else None  # on its way to its owner: nobody here needs it
                 for bucket in buckets(members):
                     work = group.all_reduce(bucket.flat) if owner < 0 else group.reduce(bucket.flat, owner)
-                    under_way.append((_waiting(work, group), bucket, len(ranks), mine))
+                    under_way.append((waiting(work, group, self._timeout_seconds), bucket, len(ranks), mine))
                 del members
         while under_way:
             work, bucket, degree, mine = under_way.popleft()
@@ -171,7 +173,7 @@ class Mesh:
         if self._board is not None:
             return self._board.all_reduce(vector)
         assert self._control is not None
-        return self._control.all_reduce(vector)
+        return waiting(self._control.all_reduce(vector), self._control, self._timeout_seconds)
 
     def gather(self, weights: Sequence[Tensor]) -> Steps:
         if not self._sharded or len(self._grid.data) == 1:
@@ -183,7 +185,7 @@ class Mesh:
                 [w for w, row in zip(weights, self._rows, strict=True) if row.owner == owner]
             ):
                 work = group.broadcast(bucket.flat, owner)
-                under_way.append((_waiting(work, group), bucket, owner))
+                under_way.append((waiting(work, group, self._timeout_seconds), bucket, owner))
         for work, bucket, owner in under_way:
             yield work
             if owner != self._here:
@@ -224,6 +226,7 @@ class TieGroup:
         ranks = [layout.pipeline_ranks[stage] for stage in layout.holders[name]]
         where = f"tie/{_joined(ranks)}/{name}"
         self.group = groups.device(where, ranks)
+        self._timeout_seconds = timeout_seconds
         self._wires: dict[int, wires.Wire] = {}
         if self.group.in_stream:
             others = ranks[1:] if self.group.rank == 0 else ranks[:1]
@@ -237,7 +240,7 @@ class TieGroup:
         if self.group.rank == 0:
             for wire in self._wires.values():
                 wire.send(b"")
-        yield _waiting(work, self.group)
+        yield waiting(work, self.group, self._timeout_seconds)
 
     def close(self) -> None:
         for wire in self._wires.values():
@@ -262,8 +265,8 @@ class _Notice:
             wires.wait_readable([self._wire], 1.0)
 
 
-def _waiting(work: Wait, group: Group) -> Wait:
-    return InStream(work) if group.in_stream else work
+def waiting(work: Wait, group: Group, timeout_seconds: float) -> Wait:
+    return InStream(work) if group.in_stream else OverRanks(work, group, timeout_seconds)
 
 
 def _joined(ranks: Sequence[int]) -> str:

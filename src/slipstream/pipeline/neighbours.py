@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from slipstream.distributed.lost import words
 from slipstream.distributed.wires import Wire, wait_readable
 from slipstream.errors import StageError
 from slipstream.pipeline.messages import Spec, decode, encode
@@ -100,5 +101,5 @@ def broken(error: Exception, seconds: float, neighbour: Neighbour, what: str) ->
             f"no answer within the timeout of {neighbour.timeout_seconds:g} s. Is that stage stalled or slow?"
         )
     else:
-        reason = f"the connection broke ({(str(error).splitlines() or [''])[0][:160]}). Did that stage die?"
+        reason = f"{words(error)}. Did that stage die?"
     return StageError(f"{what} {neighbour} for {seconds:.1f} s in vain: {reason}")

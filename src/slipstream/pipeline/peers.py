@@ -14,7 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.distributed.groups import Groups
+from slipstream.distributed import lost
+from slipstream.distributed.groups import Group, Groups
+from slipstream.pipeline.board import PeerLost
 
 Gradients = list[Tensor | None]
 
@@ -53,6 +55,25 @@ class InStream:
 
     def wait(self) -> None:
         self.work.wait()
+
+
+@dataclass(frozen=True)
+class OverRanks:
+    """A collective that the host waits for; a rank that is gone or silent is named as well as that can be known."""
+
+    work: Wait
+    group: Group
+    timeout_seconds: float
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:  # gloo reports a lost peer so
+            who = lost.others(self.group.ranks, self.group.ranks[self.group.rank])
+            raise PeerLost(f"{who}: {lost.words(error)} ({self.timeout_seconds:g} s)") from error
 
 
 @dataclass

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from slipstream.distributed import lost
 from slipstream.errors import UserError
 from slipstream.lists import norms
 from slipstream.optim.corrections import Correction
@@ -332,7 +333,7 @@ class _Transaction:
             except RuntimeError as error:  # gloo and NCCL report a lost peer so
                 if not isinstance(self._waiting, dist.Work):
                     raise
-                raise PeerLost(str(error).splitlines()[0][:160]) from error
+                raise PeerLost(lost.words(error)) from error
         try:
             self._waiting = next(self._steps)
         except StopIteration:

@@ -26,6 +26,7 @@ from slipstream.train import folder as folders
 from slipstream.train.batches import Place
 from slipstream.train.best import Best
 from slipstream.train.board import Board
+from slipstream.train.elastic import with_stages
 from slipstream.train.engine import Emulated, Engine
 from slipstream.train.folder import Plan
 from slipstream.train.health import Monitor
@@ -79,6 +80,7 @@ def assemble(
                 does = "A fork starts" if plan.forked else "The run goes on"
                 show.note(f"{does} from step {plan.step} ({plan.source})")
             stack.enter_context(show)
+            recorder.tell_by(lambda text: show.note(text, "yellow"))
 
         def warn(step: int, text: str) -> None:
             if recorder is not None and show is not None:
@@ -115,6 +117,7 @@ def assemble(
                 "model": model.describe() if isinstance(model, OwnModel) else dataclasses.asdict(model),
                 "data_folder": str((data or Path()).resolve()),
                 "data_fingerprint": plan.data_fingerprint,
+                "data_contents": plan.data_contents,
             },
             root=folders.checkpoints(Path(config.run.dir)),
             tied=("embedding.weight", "head.weight") if isinstance(model, ModelConfig) and model.tied else (),
@@ -233,7 +236,8 @@ def _writer(
         names = tuple(piece(rank) for rank in range(writers))
         leader = Leader(names, config.checkpoint.keep, recorder.wait_for, committed, protected)
     root = folders.checkpoints(Path(config.run.dir))
-    return Writer(root, plan.nonce, piece(seat.rank), warn, leader, config.train.timeout_seconds)
+    train = config.train
+    return Writer(root, plan.nonce, piece(seat.rank), warn, leader, train.timeout_seconds, train.disk_seconds)
 
 
 def _open_records(
@@ -247,7 +251,7 @@ def _open_records(
 ) -> Recorder:
     """The leader's files: resolved config, environment, tokenizer, events."""
     folder = Path(config.run.dir)
-    folders.write_config(folder, config)
+    folders.write_config(folder, with_stages(config, plan.stages) if plan.stages else config)
     described = {"folder": str(data or config.data.module), "fingerprint": plan.data_fingerprint}
     if data is not None:  # other text to validate on is another loss
         described["validation_fingerprint"] = fingerprint(find_shards(data, "valid"))
@@ -256,7 +260,7 @@ def _open_records(
     if data is not None and (data / TOKENIZER_FILE).is_file():
         with contextlib.suppress(shutil.SameFileError):  # a run in the folder of its data
             shutil.copyfile(data / TOKENIZER_FILE, folder / TOKENIZER_FILE)
-    recorder = Recorder(folder, open_trackers(config, folder, plan.step))
+    recorder = Recorder(folder, open_trackers(config, folder, plan.step), config.train.disk_seconds)
     stack.callback(recorder.close)
     resumed = plan.source is not None and not plan.forked
     recorder.write(

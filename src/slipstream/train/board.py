@@ -12,13 +12,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from slipstream.distributed.lost import is_lost_peer, words
 from slipstream.errors import StageError
 
+LOOK_SECONDS = 1.0
 BEAT_SECONDS = 2.0
 KEPT_STEPS = 256  # a posted value is removed this many posts later: every rank has read it by then
 
@@ -48,10 +50,11 @@ def beating(board: Board, key: str, every_seconds: float = BEAT_SECONDS) -> Iter
 
     def beat() -> None:
         count = 0
-        while not done.is_set():
-            count += 1
-            board.post(key, count)
-            done.wait(every_seconds)
+        with suppress(StageError):  # whoever waits inside meets the same trouble, and tells of it
+            while not done.is_set():
+                count += 1
+                board.post(key, count)
+                done.wait(every_seconds)
 
     thread = threading.Thread(target=beat, name=f"beating-{key}", daemon=True)
     thread.start()
@@ -106,17 +109,27 @@ class Asking:
                 self._thread.start()
         answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._questions.put((function, args, answer))
-        try:
-            found, error = answer.get(timeout=0.1 if self._lost else self._timeout_seconds)
-        except queue.Empty:
-            self._lost = True
-            raise StageError(
-                "Rank 0, which keeps what the ranks tell each other, gave no answer within "
-                f"{self._timeout_seconds:g} s. Is it stopped, or its machine out of reach?"
-            ) from None
+        found, error = self._wait(answer)
         if error is not None:
+            if is_lost_peer(error):
+                raise StageError(
+                    f"Rank 0, which keeps what the ranks tell each other, is lost: {words(error)}."
+                ) from error
             raise error
         return found
+
+    def _wait(self, answer: queue.SimpleQueue) -> tuple[Any, BaseException | None]:
+        """In short waits: a long one would be over at once in a process that was stopped meanwhile itself."""
+        left = 0.1 if self._lost else self._timeout_seconds
+        while left > 0:
+            with suppress(queue.Empty):
+                return answer.get(timeout=min(left, LOOK_SECONDS))
+            left -= LOOK_SECONDS
+        self._lost = True
+        raise StageError(
+            "Rank 0, which keeps what the ranks tell each other, gave no answer within "
+            f"{self._timeout_seconds:g} s. Is it stopped, or its machine out of reach?"
+        )
 
     def _answer(self) -> None:
         while True:

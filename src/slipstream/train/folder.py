@@ -19,9 +19,9 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
@@ -55,6 +55,8 @@ class Plan:
     validate: bool = False  # a kill came between the checkpoint of `step` and its validation
     cutover: int | list[int] | None = None  # what pipeline.cutover is for this run
     validations: Sequence[tuple[int, float]] = ()  # (step, loss) so far
+    data_contents: Mapping[str, str] = field(default_factory=dict)  # every byte of a split, as a hash
+    stages: int | None = None  # asked for; an elastic run may have fewer at the moment
 
 
 @contextmanager
@@ -104,8 +106,15 @@ def lock(folder: Path) -> IO[str]:
     return file
 
 
-def plan(folder: Path, config: Config, data_fingerprint: str) -> Plan:
-    """Look at what the folder holds and decide. Call with the lock held."""
+def plan(
+    folder: Path, config: Config, data_fingerprint: str, contents: Mapping[str, str] | None = None
+) -> Plan:
+    """Look at what the folder holds and decide. Call with the lock held. `contents`: of the data, by split."""
+    decided = _plan(folder, config, data_fingerprint, contents or {})
+    return replace(decided, data_contents=dict(contents or {}))
+
+
+def _plan(folder: Path, config: Config, data_fingerprint: str, contents: Mapping[str, str]) -> Plan:
     notes: list[str] = []
     root = checkpoints(folder)
     checkpoint.sweep(root)
@@ -114,8 +123,7 @@ def plan(folder: Path, config: Config, data_fingerprint: str) -> Plan:
         return _ended(folder, config, data_fingerprint) or _begin(folder, config, data_fingerprint, notes)
     path, manifest = found
     config = cutovers.with_cutover(config, _kept(manifest))
-    notes += cutovers.waits(config)
-    notes += _check_same_run(folder, config, manifest, data_fingerprint)
+    notes += _check_same_run(folder, config, manifest, data_fingerprint, contents)
     step, offset, every = manifest.step, manifest.meta["data_offset"], config.train.eval_every
     trained = step >= config.train.steps or _stopped_early(config, from_tree(manifest.meta["config"]))
     finished = trained and has_event(folder, "finish", step)
@@ -235,7 +243,6 @@ def _begin(folder: Path, config: Config, data_fingerprint: str, notes: list[str]
     cut_back(folder, -1)
     if config.run.fork_from is None:
         config = cutovers.with_cutover(config, None)
-        notes += cutovers.waits(config)
         nonce = secrets.token_hex(4)
         cutover = cutovers.of(config)
         return Plan(0, None, False, False, 0, data_fingerprint, nonce, notes, cutover=cutover)
@@ -251,7 +258,6 @@ def _begin(folder: Path, config: Config, data_fingerprint: str, notes: list[str]
     config = cutovers.with_cutover(config, stored)
     notes.append(f"Forked from {path} (step {manifest.step}).")
     notes += [f"Changed in the fork: {change}." for change in cutovers.changes(stored, config)]
-    notes += cutovers.waits(config)
     offset, nonce = manifest.meta["data_offset"], secrets.token_hex(4)
     cutover = cutovers.of(config)
     return Plan(
@@ -260,7 +266,11 @@ def _begin(folder: Path, config: Config, data_fingerprint: str, notes: list[str]
 
 
 def _check_same_run(
-    folder: Path, config: Config, manifest: checkpoint.Manifest, data_fingerprint: str
+    folder: Path,
+    config: Config,
+    manifest: checkpoint.Manifest,
+    data_fingerprint: str,
+    contents: Mapping[str, str],
 ) -> list[str]:
     """Refuse a start that would change the trajectory; say which allowed switch is made."""
     try:
@@ -292,6 +302,13 @@ def _check_same_run(
             f"data: the run's had the fingerprint {manifest.meta['data_fingerprint'][:12]}, this has "
             f"{data_fingerprint[:12]}"
         )
+    else:
+        had = manifest.meta.get("data_contents", {})  # not in checkpoints of before it was kept
+        refused += [
+            f"data: the run's {split} shards had the contents {had[split][:12]}, these have {found[:12]}"
+            for split, found in contents.items()
+            if had.get(split, found) != found
+        ]
     if refused:
         lines = "\n".join(f"  - {change}" for change in refused)
         if [getattr(change, "name", "") for change in refused] == ["train.steps"]:

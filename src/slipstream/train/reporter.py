@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import Config
+from slipstream.metrics.append import Appending
 from slipstream.metrics.progress import Show, step_line
 from slipstream.metrics.record import Recorder
 from slipstream.metrics.throughput import Clock, Meter
@@ -75,7 +76,7 @@ class Reporter:
     ) -> None:
         self._config, self._seat, self._engine, self._board = config, seat, engine, board
         self._meter, self._recorder, self._show, self._observe = meter, recorder, show, observe
-        self._log = log.open("a", encoding="utf-8") if log is not None else None
+        self._log = Appending(log, config.train.disk_seconds) if log is not None else None
         self._pending: deque[Pending] = deque()
         self._losses: deque[tuple[int, Fetch]] = deque()
         self._stages: list[dict[str, Any]] = []
@@ -155,7 +156,7 @@ class Reporter:
         if self._show is not None:
             self._show.step(event, self._meter.eta_seconds)
         if self._log is not None and self._due(step):
-            print(f"step {step}  {step_line(event)}", file=self._log, flush=True)
+            self._log.write(f"step {step}  {step_line(event)}\n")
         self.busy = self._meter.busy or self.busy
         self.reported = step
         self._observe(step, loss, skipped)

@@ -19,11 +19,12 @@ import torch
 from slipstream.config import Config, from_tree
 from slipstream.distributed import World
 from slipstream.distributed.launch import Asked
-from slipstream.errors import StageError, UserError
+from slipstream.errors import HealthError, UserError
 from slipstream.train import checkpoint, closing, cutovers
 from slipstream.train import folder as folders
 from slipstream.train.assemble import assemble, seat_of
 from slipstream.train.board import Board, LocalBoard, SharedBoard, beating
+from slipstream.train.elastic import fitted
 from slipstream.train.folder import Plan
 from slipstream.train.reporter import Seat
 from slipstream.train.sources import data_folder, datasets
@@ -43,6 +44,8 @@ def run_rank(
     config = from_tree(tree)
     torch.set_num_threads(1)  # the bits of long sums depend on it
     board: Board = LocalBoard() if world is None else SharedBoard(world.store, config.train.timeout_seconds)
+    asked_for = config  # an elastic run may have fewer stages at the moment
+    config = config if world is None else fitted(config, world.size)
     seat = seat_of(config, world)
     data = data_folder(config)
     rolled: Rollback | None = None
@@ -51,7 +54,7 @@ def run_rank(
             own_board = board.under(f"attempt-{attempt}")
             if seat.leader and attempt == 0:
                 _lock(config, own_board, held)
-            plan = _agree_on_plan(config, seat, data, own_board, rolled)
+            plan = _agree_on_plan(asked_for, config, seat, data, own_board, rolled)
             if plan.finished:
                 if seat.leader:
                     closing.say_finished(config, plan.step)
@@ -80,7 +83,7 @@ def _rolled_back(outcome: Outcome, plan: Plan, last: Rollback | None) -> Rollbac
     again = last is not None and last.began_at == plan.step
     fruitless = last.fruitless + 1 if last is not None and again else 1
     if fruitless > MAX_FRUITLESS:
-        raise StageError(
+        raise HealthError(
             f"{fruitless} attempts from step {plan.step}, each on new data, failed; the last at step "
             f"{outcome.failed_at}. It is not the data: lower optim.lr, raise optim.warmup, or start from an earlier "
             "checkpoint."
@@ -117,17 +120,23 @@ def _lock(config: Config, board: Board, held: ExitStack) -> None:
 
 
 def _agree_on_plan(
-    config: Config, seat: Seat, data: Path | None, board: Board, rolled: Rollback | None
+    asked_for: Config, config: Config, seat: Seat, data: Path | None, board: Board, rolled: Rollback | None
 ) -> Plan:
     """The leader decides; the others take its word."""
     folder = Path(config.run.dir)
     if seat.leader:
         try:
-            train_data, _ = datasets(config, data)
+            train_data, valid_data = datasets(config, data)
             if rolled is not None:
                 checkpoint.forget_from(folders.checkpoints(folder), rolled.failed_at)
-            with beating(board, "planning"):  # a large checkpoint takes its time to verify
-                plan = folders.plan(folder, config, train_data.fingerprint())
+            with beating(
+                board, "planning"
+            ):  # large checkpoints, and data seen for the first time, take a while
+                contents = {"training": train_data.contents(), "validation": valid_data.contents()}
+                plan = folders.plan(folder, asked_for, train_data.fingerprint(), contents)
+                notes = cutovers.waits(cutovers.decided(config, plan.cutover))
+                stages = asked_for.pipeline.stages
+                plan = dataclasses.replace(plan, notes=(*plan.notes, *notes), stages=stages)
             if rolled is not None:
                 note = (
                     f"Rolled back to step {plan.step} because of step {rolled.failed_at}; the data groups up to "

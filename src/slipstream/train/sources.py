@@ -35,6 +35,10 @@ class Dataset(Protocol):
 
     def fingerprint(self) -> str: ...
 
+    def contents(self) -> str:
+        """The same for the same bytes, all of them; the same name for the same function."""
+        ...
+
 
 def data_folder(config: Config, progress: Progress = lambda *_: None) -> Path | None:
     """The shards of the run, None where its data is a function; the embedded corpus is tokenised on first use."""
@@ -97,3 +101,6 @@ class OwnData:
     def fingerprint(self) -> str:
         """A function has no content to hash: its name stands for it."""
         return f"{self._config.data.module} at seed {self._config.train.seed}"
+
+    def contents(self) -> str:
+        return self.fingerprint()

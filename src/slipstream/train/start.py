@@ -7,6 +7,7 @@ The ranks are torchrun's, or processes started here, or (emulate) this very proc
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import shlex
 import sys
@@ -15,17 +16,26 @@ from pathlib import Path
 
 from slipstream.config import Config
 from slipstream.data.prepare import Progress
-from slipstream.distributed import Partitions, launch, partitioned, started_by_torchrun
+from slipstream.distributed import (
+    Partitions,
+    RankPool,
+    forwarded_signals,
+    partitioned,
+    started_by_torchrun,
+)
+from slipstream.distributed.answers import STACKS
 from slipstream.errors import StoppedError, UserError
 from slipstream.metrics.progress import unbroken_console
 from slipstream.train import preflight
 from slipstream.train.banner import banner
+from slipstream.train.elastic import fitted, ranks_of, supervise
 from slipstream.train.sources import data_folder
 
 
 def start(config: Config) -> str:
     """Train; how it ended. In this process (emulate), as one of torchrun's ranks, or on ranks started here."""
     command = own_command()
+    faulthandler.register(STACKS)  # of this process; the launcher passes it on to its ranks
     if started_by_torchrun() and config.pipeline.schedule != "emulate":
         return _under_torchrun(config, command)
     config = preflight.prepare(config)
@@ -50,9 +60,9 @@ def start(config: Config) -> str:
         if config.pipeline.partitions:
             environment = stack.enter_context(_partitions(config, nproc)).environment
         say(f"Starting {nproc} process{'es' * (nproc > 1)}; importing torch takes them a few seconds ...")
-        job = "slipstream.train.session:run_rank"
-        tree = config.model_dump()
-        return launch(job, nproc, (tree, command), on_signal=asked, environment=environment)[0]["reason"]
+        pool = stack.enter_context(RankPool(nproc, environment))
+        stop = stack.enter_context(forwarded_signals(pool, asked))
+        return supervise(pool, stop, config, command, say.always)
 
 
 def _under_torchrun(config: Config, command: str) -> str:
@@ -61,8 +71,13 @@ def _under_torchrun(config: Config, command: str) -> str:
     from slipstream.distributed.world import initialise
     from slipstream.train.session import run_rank
 
-    with initialise(timeout_seconds=config.train.timeout_seconds) as world:
-        config = preflight.prepare(config, world=world.size)
+    ranks = int(os.environ["WORLD_SIZE"])
+    config = preflight.prepare(config, world=ranks)
+    used = ranks_of(fitted(config, ranks))
+    with initialise(used=used, timeout_seconds=config.train.timeout_seconds) as world:
+        if world.spare:
+            world.wait_until_over()
+            return "finished"
         if world.rank == 0:
             _Say(quiet=config.train.quiet)(banner(config))
         asked = Words(config) if world.rank == 0 else None
@@ -107,7 +122,10 @@ class _Say:
 
     def __call__(self, text: str) -> None:
         if not self._quiet:
-            self._console.print(text, soft_wrap=True, markup=False)
+            self.always(text)
+
+    def always(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False)
 
 
 def _first_time(say: _Say) -> Progress:

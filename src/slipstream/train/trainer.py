@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from slipstream.config import Config
-from slipstream.errors import CheckpointError, StageError
+from slipstream.errors import CheckpointError, HealthError, StageError
 from slipstream.metrics.progress import Show
 from slipstream.metrics.record import Recorder
 from slipstream.train import batches, checkpoint, health
@@ -244,7 +244,7 @@ def _agree_on_reason(parts: Parts, step: int) -> str:
         parts.board.post(f"stop/{step}", reason)
     (reason,) = parts.board.wait(f"stop/{step}")
     if reason == "failure":
-        raise StageError(
+        raise HealthError(
             f"{parts.monitor.failure} Stopped at step {step}. Lower optim.lr, raise optim.warmup, or set "
             "health.rollback=true (it needs a checkpoint) to go back and skip the data."
         )

@@ -19,11 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from slipstream.errors import CheckpointError
+from slipstream.metrics.append import MOMENTARY
 from slipstream.train import checkpoint
 from slipstream.train.state import Digest, Snapshot, digest, sync, write_piece
 
 POLL_SECONDS = 0.02
+RETRY_SECONDS = 0.5
 CLOSING_SECONDS = 1.0
 
 
@@ -48,6 +52,7 @@ class Writer:
     failed: Callable[[int, str], None]
     leader: Leader | None = None
     timeout_seconds: float = 600.0
+    disk_seconds: float = 0.0  # how long a full disk is tried again
     # One snapshot may wait while another is written; a third holds up the loop rather than fill the memory.
     _jobs: queue.Queue = field(default_factory=lambda: queue.Queue(maxsize=1))
     _thread: threading.Thread | None = None
@@ -122,15 +127,17 @@ class Writer:
         tree: dict[str, Any] = given.complete() if isinstance(given, Snapshot) else given
         draft = checkpoint.draft_of(self.root, step, self.nonce)
         try:
-            draft.mkdir(parents=True, exist_ok=True)
-            files = write_piece(draft, self.piece, tree)
+            files = self._patiently(step, lambda: self._write(draft, tree))
             if self.leader is None:
                 sync(draft)
                 return
             files |= self._gather(draft, self.leader)
             if not self.leader.logged(step, self.timeout_seconds):
                 raise CheckpointError(f"The log did not reach step {step} in {self.timeout_seconds:g} s.")
-            path = checkpoint.commit(self.root, step, self.nonce, self.leader.pieces, files, meta)
+            nonce, pieces = self.nonce, self.leader.pieces
+            path = self._patiently(
+                step, lambda: checkpoint.commit(self.root, step, nonce, pieces, files, meta)
+            )
         except (OSError, CheckpointError) as error:
             self._give_up(draft, error)
             raise error if isinstance(error, CheckpointError) else CheckpointError(f"{error}.") from error
@@ -139,6 +146,30 @@ class Writer:
             checkpoint.retain(self.root, self.leader.keep, self.leader.protected())
         except OSError as error:
             self.failed(step, f"An older checkpoint could not be removed: {error}. Remove it by hand.")
+
+    def _write(self, draft: Path, tree: dict[str, Any]) -> dict[str, Digest]:
+        if not self.root.parent.is_dir():  # made again, it would hold nothing but this
+            raise CheckpointError(f"run.dir '{self.root.parent}' was removed while the run wrote there.")
+        self.root.mkdir(exist_ok=True)
+        draft.mkdir(exist_ok=True)
+        return write_piece(draft, self.piece, tree)
+
+    def _patiently(self, step: int, write: Callable[[], Any]) -> Any:
+        """`write`, again while the disk is full, for as long as it is given."""
+        deadline, told = time.monotonic() + self.disk_seconds, False
+        while True:
+            try:
+                return write()
+            except (OSError, CheckpointError) as error:
+                if self._closed.is_set() or not is_momentary(error) or time.monotonic() >= deadline:
+                    raise
+                if not told:
+                    text = (
+                        f"{str(error).rstrip('.')}. It is tried again for {self.disk_seconds:g} s: make room."
+                    )
+                    self.failed(step, f"Checkpoint of step {step} waits: {text}")
+                    told = True
+                self._closed.wait(RETRY_SECONDS)
 
     def _gather(self, draft: Path, leader: Leader) -> dict[str, Digest]:
         """Wait for the other ranks' pieces; their .json appears, whole, when the piece is on disk."""
@@ -163,3 +194,16 @@ class Writer:
             return
         with contextlib.suppress(OSError):
             (draft / f"{self.piece}.failed").write_text(str(error), encoding="utf-8")
+
+
+def is_momentary(error: BaseException | None) -> bool:
+    """Whether a disk gave an error that may pass: itself, or as the cause of one of ours."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in MOMENTARY:
+            return True
+        if isinstance(error, SafetensorError) and any(
+            f"os error {number}" in str(error) for number in MOMENTARY
+        ):
+            return True
+        error = error.__cause__
+    return False

@@ -1,0 +1,89 @@
+"""Under torchrun with --nnodes 1:2: a node is lost and comes back; the stages follow, the weights do not notice."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.train.conftest import TINY, Runs, assert_equal_weights
+
+STEPS = ["train.steps=600", "checkpoint.every=10", "train.timeout_seconds=60"]
+
+
+class Node:
+    """One torchrun with one rank, as on a machine of its own."""
+
+    def __init__(self, runs: Runs, port: int) -> None:
+        settings = [
+            *TINY, *STEPS, "pipeline.stages=2", "pipeline.elastic=true", "pipeline.cutover=2",
+            f"run.dir={runs.folder / 'run'}", f"data.path={runs.data}",
+        ]  # fmt: skip
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3",
+            "--rdzv-backend=c10d", "--rdzv-id=elastic", f"--rdzv-endpoint=127.0.0.1:{port}",
+            "--rdzv-conf=last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3",
+            "-m", "slipstream", "train", *settings,
+        ]  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def lose(self) -> None:
+        """As when a machine goes: torchrun and its rank at once."""
+        pid = self.process.pid
+        ranks = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for number in (pid, *map(int, ranks)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        self.process.communicate()
+
+
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def wait_until(true, seconds: float = 250.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert true()
+
+
+@pytest.mark.slow
+def test_a_node_is_lost_and_comes_back(runs):
+    runs.train("quiet", "pipeline.schedule=emulate", *STEPS, "pipeline.cutover=2")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def starts() -> list[int]:
+        return [event["stages"] for event in runs.events("run", "start")]
+
+    first, second = Node(runs, port), None
+    try:
+        wait_until(lambda: answers(port))  # the store of the rendezvous is the first node's, which stays
+        second = Node(runs, port)
+        wait_until(lambda: starts()[-1:] == [2] and max(runs.steps("run"), default=0) > 20)
+        second.lose()
+        wait_until(lambda: starts()[-1:] == [1])
+        second = Node(runs, port)
+        output, _ = first.process.communicate(timeout=280)
+        assert first.process.returncode == 0, output
+    finally:
+        for node in (first, second):
+            if node is not None and node.process.poll() is None:
+                node.lose()
+    assert starts()[-1] == 2, (starts(), output)
+    assert runs.steps("run") == list(range(1, 601))
+    assert_equal_weights(runs.weights("run"), runs.weights("quiet"))
