@@ -17,7 +17,7 @@ FAST := $(addprefix tests/, test_config.py test_imports.py test_private_names.py
   $(addprefix pipeline/test_, channel.py depth.py one_stage.py) \
   $(addprefix bench/test_, measure.py work.py) $(addprefix train/test_, checkpoint.py reporting.py))
 
-.PHONY: train check lint types test test-all bench format clean
+.PHONY: train check lint types test test-all bench fuzz chaos format clean
 train: $(VENV)/.installed
 	$(BIN)/slipstream train
 
@@ -45,6 +45,13 @@ test-all: $(VENV)/.installed-dev
 # Wall-clock times, one thing at a time: on a machine that does nothing else.
 bench: $(VENV)/.installed-dev
 	$(BIN)/pytest -m bench
+
+# Damaged input to every reader, and faults in small runs: INPUTS, CASES and SEED may be given.
+fuzz: $(VENV)/.installed-dev
+	PYTHONPATH=tests $(BIN)/python -m fuzz.campaign --inputs $(or $(INPUTS),20000) --seed $(or $(SEED),0)
+
+chaos: $(VENV)/.installed-dev
+	PYTHONPATH=tests $(BIN)/python -m chaos.campaign --cases $(or $(CASES),1000) --seed $(or $(SEED),0) --out chaos.jsonl
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format src tests examples studies

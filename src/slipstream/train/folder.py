@@ -139,6 +139,8 @@ def _stopped_early(config: Config, stored: Config) -> bool:
 
 
 def _validations(folder: Path, step: int) -> list[tuple[int, float]]:
+    if not (folder / EVENTS_FILE).is_file():  # somebody removed the folder while the run was writing into it
+        return []
     found = read_run(folder).surviving("validation")
     return [(event["step"], value) for event in found if (value := number(event.get("loss"))) is not None]
 
