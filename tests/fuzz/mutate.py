@@ -14,8 +14,8 @@ from typing import Any
 
 WORDS = (
     "", " ", "x", "0", "-1", "1e999", "nan", "None", "true", "\x00", "\x1b[31m", "\ud800", "é\u202e",
-    "../../etc/passwd", "/dev/null", "[/]", "[bold", "[link=http://x]", "<script>alert(1)</script>", "</script>", "{{7*7}}",
-    "${x}", "%s%n",
+    "../../etc/passwd", "/dev/null", "[/]", "[bold", "[link=http://x]", "<script>alert(1)</script>", "</script>",
+    "{{7*7}}", "${x}", "%s%n",
     "{0.__class__}", "a:b", "os:system", "x" * 5000, "\n", "key=value", "'", '"', "\\",
 )  # fmt: skip
 NUMBERS = (

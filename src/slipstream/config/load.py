@@ -10,7 +10,6 @@ default.
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from slipstream.config.settings import Config
 from slipstream.errors import ConfigError, UserError
+from slipstream.formats import parse_toml
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -31,6 +31,10 @@ def from_tree(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Build a config from a nested mapping and overrides; all problems come as one ConfigError."""
     merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
     problems = [problem for text in overrides if (problem := _apply(merged, text)) is not None]
+    if huge := [
+        f"{key} is a whole number of {bits} bits; nothing counts that far." for key, bits in _huge(merged)
+    ]:
+        raise ConfigError([*problems, *huge])
     try:
         config = Config.model_validate(merged)
     except ValidationError as error:
@@ -39,6 +43,15 @@ def from_tree(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _huge(tree: Any, key: str = "") -> Iterator[tuple[str, int]]:
+    """Whole numbers beyond those of a machine, anywhere."""
+    if isinstance(tree, Mapping | list):
+        for name, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from _huge(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(tree, int) and abs(tree) >= 1 << 63:
+        yield key, tree.bit_length()
 
 
 def read_toml(
@@ -51,8 +64,8 @@ def read_toml(
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"'{path}' cannot be read: {error}. Name a TOML file of a run.") from None
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return parse_toml(text)
+    except ValueError as error:
         raise UserError(f"'{path}' is not valid TOML: {error}.") from None
 
 
@@ -91,8 +104,8 @@ def _apply(tree: dict[str, Any], text: str) -> str | None:
 def parse_value(text: str) -> Any:
     """3e-4 -> 0.0003, [1, 2] -> [1, 2], true -> True, 2bw -> '2bw'; dates stay text."""
     try:
-        value = tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+        value = parse_toml(f"x = {text}")["x"]
+    except ValueError:
         return text
     return value if isinstance(value, (bool, int, float, str, list, dict)) else text
 

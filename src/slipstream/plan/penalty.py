@@ -20,6 +20,7 @@ from math import inf, log
 from pathlib import Path
 
 from slipstream.errors import UserError
+from slipstream.formats import parse_json
 
 SYNC_START = 0.1  # the share of the updates that "+sync_start" means in a correction's name
 
@@ -63,7 +64,7 @@ def load_penalties(path: str | Path | None = None) -> tuple[Penalty, ...]:
             why = error.strerror if isinstance(error, OSError) else error
             raise UserError(f"The penalty table {path} cannot be read: {why}.") from None
     try:
-        entries = json.loads(text)["entries"]
+        entries = parse_json(text)["entries"]
         return tuple(Penalty(**entry) for entry in entries)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 import statistics
-import tomllib
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 from slipstream.config import from_tree
 from slipstream.errors import UserError
+from slipstream.formats import parse_json, parse_toml
 from slipstream.metrics.events import Run, number, read_run
 from slipstream.study.sweep import Point, digest, settings
 
@@ -104,8 +105,8 @@ def read_folder(folder: Path) -> Result | None:
     if run.status != "finished":
         return None
     try:
-        config = from_tree(tomllib.loads(run.config))
-    except (UserError, tomllib.TOMLDecodeError):
+        config = from_tree(parse_toml(run.config))
+    except (UserError, ValueError):
         return None  # of another version: run again
     loss, steps = number(finish.get("validation_loss")), run.surviving("step")
     speeds = [
@@ -154,9 +155,9 @@ def write_export(path: Path, results: Iterable[Result]) -> int:
 def read_export(path: Path) -> list[Result]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file if line.strip()]
+            rows = [parse_json(line) for line in file if line.strip()]
         return [_of_row(row) for row in rows]
-    except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"'{path}' is no export of a study: {error}. Write it with `slipstream study export`."
         ) from None
@@ -185,7 +186,7 @@ def thinned(curve: Curve, points: int = TRAINING_POINTS) -> Curve:
 
 def _failure(folder: Path) -> Result | None:
     try:
-        record = json.loads((folder / FAILED_FILE).read_text(encoding="utf-8"))
+        record = parse_json((folder / FAILED_FILE).read_text(encoding="utf-8"))
         return Result(record["digest"], folder.name, record["settings"], failed=record["failed"])
     except (OSError, ValueError, KeyError, TypeError):
         return None  # cut off while it was written: run again
