@@ -163,6 +163,7 @@ def of_data(how: Callable[[random.Random, Path], None]) -> Callable[[random.Rand
 
 SIGKILLED = r"killed by SIGKILL"
 LATE = r"gave no answer|No answer|told nothing|within|stopped|lost|did not|out of reach|in vain"
+REMOVED = r"No such file|removed|gone|cannot be|not a run folder"
 FULL = r"No space left|cannot be written"
 SAVED = r"Stopped at step \d+, saved|Finished"
 CHANGED = r"fingerprint|damaged|no \*train|not a token shard"
@@ -186,8 +187,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("disk read-only", "either", _anyone("read-only", step=lambda rng: rng.randint(6, 20)), r"Read-only",
          disk="checkpoints", needs_root=True, weight=2),
     Kind("disk slow", "goes on", _everyone("slow-disk", delay_seconds=lambda rng: rng.random() * 0.4), weight=2),
-    Kind("run folder removed", "either", _anyone("remove-folder"), r"No such file|removed|gone|cannot be|not a run folder", loses=True,
-         weight=2),
+    Kind("run folder removed", "either", _anyone("remove-folder"), REMOVED, loses=True, weight=2),
     Kind("checkpoint: a bit flipped", "stops", _killed_late, "", of_checkpoint(_flip), weight=3),
     Kind("checkpoint: cut short", "stops", _killed_late, "", of_checkpoint(_cut), weight=2),
     Kind("checkpoint: torn", "stops", _killed_late, "", of_checkpoint(_tear), weight=2),
