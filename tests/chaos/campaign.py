@@ -49,7 +49,7 @@ PAUSE_SECONDS = 0.015
 SETTINGS = [
     f"model.vocab={VOCAB}", "model.dim=16", "model.layers=4", "model.heads=2", "model.kv_heads=1", "model.ffn=32",
     "data.sequence=16", "pipeline.microbatches=4", "pipeline.microbatch_size=2", "pipeline.cutover=2",
-    f"train.steps={STEPS}", "train.eval_every=10", "train.eval_batches=1", "train.device=cpu", "train.report=false",
+    f"train.steps={STEPS}", "train.eval_every=8", "train.eval_batches=1", "train.device=cpu", "train.report=false",
     "train.timeline_at=0", f"train.timeout_seconds={TIMEOUT_SECONDS}", f"checkpoint.every={EVERY}", "checkpoint.keep=3",
     "optim.lr=0.01", "health.hash_every=10",
 ]  # fmt: skip
@@ -229,7 +229,7 @@ def draw(seed: int, number: int, kinds: list[Kind], each: bool = False) -> tuple
     rng = random.Random(f"chaos {seed} {number}")
     kind = kinds[number % len(kinds)] if each else rng.choices(kinds, [one.weight for one in kinds])[0]
     layouts = [Layout(p, d) for p in (1, 2, 3, 4) for d in (1, 2) if p * d >= kind.fewest_ranks]
-    layout = rng.choices(layouts, [1 / one.ranks**0.5 for one in layouts])[0]
+    layout = rng.choices(layouts, [1 / one.ranks**0.8 for one in layouts])[0]
     after = rng.choice((layout.stages, layout.stages, rng.randint(1, 4)))
     spec = kind.arm(rng, layout)
     return Case(seed, number, kind.name, layout.stages, layout.data_ranks, after, spec), kind

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-STEPS = 30
-EVERY = 5  # steps between checkpoints
+STEPS = 16
+EVERY = 3  # steps between checkpoints
 TIMEOUT_SECONDS = 10.0
-NAN_STEPS = (7, 13)  # each has an undisturbed run of its own to be compared with
+NAN_STEPS = (5, 10)  # each has an undisturbed run of its own to be compared with
 
 Spec = dict[str, Any]
 
@@ -184,7 +184,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("disk full", "either", _anyone("fill"), FULL, disk="run", needs_root=True, weight=3),
     Kind("disk full for a moment", "either", _anyone("fill", pause_for=lambda rng: rng.random()),
          FULL, disk="run", needs_root=True, weight=3),
-    Kind("disk read-only", "either", _anyone("read-only", step=lambda rng: rng.randint(6, 20)), r"Read-only",
+    Kind("disk read-only", "either", _anyone("read-only", step=lambda rng: rng.randint(4, 12)), r"Read-only",
          disk="checkpoints", needs_root=True, weight=2),
     Kind("disk slow", "goes on", _everyone("slow-disk", delay_seconds=lambda rng: rng.random() * 0.4), weight=2),
     Kind("run folder removed", "either", _anyone("remove-folder"), REMOVED, loses=True, weight=2),
