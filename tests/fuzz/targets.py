@@ -114,11 +114,21 @@ def make_plan_files(folder: Path) -> None:
     figures |= {"efficiency": 0.4, "intra_latency": 1e-5, "inter_bandwidth": 1e10, "source": "a sheet"}
     (folder / "device.toml").write_text(mutate.toml(figures))
     table = json.loads((ROOT / "src/slipstream/plan/penalty.json").read_text())
-    mutate.write_json(folder / "penalty.json", {"about": "x", "entries": table["entries"][:6]})
+    mutate.write_json(
+        folder / "penalty.json",
+        {"about": "x", "entries": [one for one in table["entries"] if one["optimizer"] == "muon"]},
+    )
     from slipstream.models.sizes import PRESETS as MODELS
 
     measured = Measured.of(MODELS["cpu-default"], 128, "muon")
-    timing = {"forward": 1e-3, "backward": 2e-3, "update": 1e-3}
+    names = (
+        "forward_overhead",
+        "forward_per_sequence",
+        "backward_overhead",
+        "backward_per_sequence",
+        "update",
+    )
+    timing = dict.fromkeys(names, 1e-3)
     mutate.write_json(
         folder / "profile.json",
         {"measured": vars(measured), "device": "cpu", "memory_bytes": 8e9, "timings": dict.fromkeys(PARTS, timing),
@@ -274,7 +284,9 @@ def use_study(rng: random.Random, folder: Path) -> None:
 def use_results(rng: random.Random, folder: Path) -> None:
     out, results = folder / "out", folder / "results"
     words = rng.choice((["list"], ["table", "--out", out], ["export", "--out", out]))
-    command("study", words[0], folder / "study.toml", "data.path=data/wiki", "--results", results, *words[1:])
+    command(
+        "study", words[0], folder / "study.toml", "data.path=/tmp/wiki16k", "--results", results, *words[1:]
+    )
 
 
 def use_shards(rng: random.Random, folder: Path) -> None:

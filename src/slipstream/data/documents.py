@@ -257,5 +257,7 @@ def _of_parquet(path: Path, reading: Reading) -> Iterator[str]:
                     if text is not None and not isinstance(text, str):
                         raise DataError(f"Column '{field}' of {path} holds {type(text).__name__}, not text.")
                     yield text or ""
+    except UnicodeDecodeError as error:
+        raise DataError(f"Column '{field}' of {path} is not UTF-8 ({error}). Convert it first.") from error
     except (OSError, arrow.ArrowException) as error:
         raise DataError(f"{path} cannot be read: {error}. It may be cut short or of another kind.") from error

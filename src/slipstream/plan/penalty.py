@@ -44,6 +44,16 @@ class Penalty:
     old: float = 1.0  # the share of a group's microbatches that are late: c / m, 1 is 2BW as published
 
     def __post_init__(self) -> None:
+        texts = (self.optimizer, self.correction, self.source)
+        figures = (
+            self.penalty,
+            self.batch_tokens,
+            self.parameters,
+            self.old,
+            0 if self.gap is None else self.gap,
+        )
+        if not all(isinstance(text, str) for text in texts) or not all(map(_is_number, figures)):
+            raise UserError(f"A token penalty entry holds texts and numbers; this one is {self!r:.200}.")
         if not (1.0 <= self.penalty < inf and 0 < self.batch_tokens < inf and 0 < self.parameters < inf):
             raise UserError(
                 f"A token penalty entry is out of range: penalty {self.penalty} (at least 1), batch_tokens "
@@ -51,6 +61,10 @@ class Penalty:
             )
         if not 0 < self.old <= 1:
             raise UserError(f"A token penalty entry is out of range: old {self.old} (above 0, at most 1).")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def load_penalties(path: str | Path | None = None) -> tuple[Penalty, ...]:
