@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from slipstream.config import Config, from_tree
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.sizes import ModelConfig
 from slipstream.train import checkpoint
 from slipstream.train.export import parameter_shapes
@@ -38,6 +38,8 @@ def load_master(run: str | Path) -> Master:
         places = [path.parents[1] / TOKENIZER_FILE, Path(found.says("data_folder", str)) / TOKENIZER_FILE]
         config, described = from_tree(found.says("config", dict)), found.says("model", dict)
         model = None if "module" in described else ModelConfig(**described)
+    except ConfigError as error:
+        raise CheckpointError(f"'{path}' is of another version: {error}") from None
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
             f"'{path}' is not a run's checkpoint: {type(error).__name__} {error}."
