@@ -26,14 +26,14 @@ from slipstream.train import checkpoint, session, state, trainer, writer
 _clock = time.time  # the real one: a fault may put another in its place
 
 
-def perform(world: Any, tree: dict[str, Any], command: str, spec: dict[str, Any], told: Any = None) -> Any:
+def perform(world: Any, spec: dict[str, Any], *args: Any, **options: Any) -> Any:
     rank = 0 if world is None else world.rank
     place = Path(spec["place"])
     (place / f"rank-{rank}").write_text(str(os.getpid()))
     _slow_down(spec)
     if spec.get("kind") in ARMS and rank in spec["ranks"]:
         ARMS[spec["kind"]](spec, place)
-    return session.run_rank(world, tree, command, told)
+    return session.run_rank(world, *args, **options)
 
 
 def mark(place: Path, once: bool = True) -> None:

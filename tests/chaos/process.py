@@ -8,13 +8,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 from chaos import inside
 from slipstream import cli
-from slipstream.distributed import launch as launching
-from slipstream.train import session, start
+from slipstream.distributed import RankPool
+from slipstream.train import session
 
 GRACE_SECONDS = 2.0  # of ten: what the others saw of a lost rank they say at once, or not at all
 
@@ -28,20 +27,17 @@ def main(path: str) -> None:
     if "rank" in spec:
         usual = session.run_rank
 
-        def run_rank(world, tree, command="", told=None):
+        def run_rank(world, *args, **options):
             session.run_rank = usual
-            return inside.perform(world, tree, command, spec, told)
+            return inside.perform(world, spec, *args, **options)
 
         session.run_rank = run_rank
     else:
         (Path(spec["place"]) / "launcher").write_text(str(os.getpid()))
-        start.launch = partial(_launch, launching, spec)
+        usual = RankPool.run
+        RankPool.run = lambda pool, job, *args, **options: usual(pool, inside.perform, spec, *args, **options)
     sys.argv = ["slipstream", "train", *spec["arguments"]]
     cli.main()
-
-
-def _launch(usual, spec, job, nproc, args, **options):
-    return usual(inside.perform, nproc, (*args, spec), **options)
 
 
 def enter(namespace: str) -> None:
