@@ -68,16 +68,20 @@ def attempt(target: Target, seeds: Path, folder: Path, seed: int) -> tuple[str, 
     shutil.copytree(seeds, folder)
     target.change(rng, folder)
     before = picture(folder) if target.reads_only else {}
-    here, said = os.getcwd(), io.StringIO()
+    here, said = os.getcwd(), io.BytesIO()
+    out, err = (
+        io.TextIOWrapper(said, encoding="utf-8", errors=errors, write_through=True)
+        for errors in ("strict", "backslashreplace")  # as Python opens them
+    )
     os.chdir(folder)
     try:
-        with limited(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with limited(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             target.use(rng, folder)
         outcome, details = "accepted", ""
     except UserError as error:
         outcome, details = "refused", str(error)
     except SystemExit as error:
-        outcome, details = ("accepted" if error.code in (0, None) else "refused"), said.getvalue()
+        outcome, details = ("accepted" if error.code in (0, None) else "refused"), said.getvalue().decode()
     except Hang as error:
         return "hang", f"{error}\n{traceback.format_exc()}"
     except BaseException as error:
@@ -88,8 +92,8 @@ def attempt(target: Target, seeds: Path, folder: Path, seed: int) -> tuple[str, 
         return "damage", f"changed: {changed[:3]}"
     if outcome == "refused" and not details.strip():
         return "silence", "refused without a word"
-    if "Traceback (most recent call last)" in said.getvalue():
-        return "traceback", said.getvalue()
+    if b"Traceback (most recent call last)" in said.getvalue():
+        return "traceback", said.getvalue().decode()
     return outcome, details
 
 

@@ -176,4 +176,6 @@ def _toml(given: Any) -> str:
 def word(rng: random.Random) -> str:
     """A word of a command line: no byte 0, which no system passes on."""
     text = str(rng.choice(NUMBERS)) if rng.random() < 0.5 else rng.choice(WORDS)
-    return text.replace("\x00", "")[:4000]
+    return text.replace("\x00", "").replace("\ud800", "\udcff")[
+        :4000
+    ]  # a byte that is no UTF-8 comes like this

@@ -61,7 +61,7 @@ def read_toml(
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"There is no file '{path}'. {hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # also a name that is no name
         raise UserError(f"'{path}' cannot be read: {error}. Name a TOML file of a run.") from None
     try:
         return parse_toml(text)
