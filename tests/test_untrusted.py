@@ -150,6 +150,14 @@ def test_a_module_that_a_checkpoint_names_is_not_imported(run, key):
     assert not (run / "mark").exists()
 
 
+@pytest.mark.parametrize("key", ["model.module", "data.module", "train.callback", "optim.correction"])
+def test_a_dry_run_imports_nothing_that_a_config_names(run, key):
+    section, name = key.split(".")
+    (run / "sent.toml").write_text(f'[{section}]\n{name} = "{EVIL}:layers"\n')
+    assert command("train", run / "sent.toml", "--dry-run") == 0
+    assert not (run / "mark").exists()
+
+
 ATTACKS = [
     "<script>alert(1)</script>",
     '"><img src=x onerror=alert(1)>',
