@@ -19,6 +19,7 @@ QUICK = 8
 SEED_ONE, SEED_TWO = 10_000_000, 20_000_000
 FOUND = {
     "config files": [SEED_ONE + 186, SEED_ONE + 269],
+    "overrides": [3 * SEED_ONE + 2198],
     "command lines": [SEED_ONE + 93],
     "study results": [3, 14, 27, SEED_ONE + 3],
     "device, penalty and profile files": [5, 60, 105],

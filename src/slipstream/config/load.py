@@ -31,10 +31,8 @@ def from_tree(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Build a config from a nested mapping and overrides; all problems come as one ConfigError."""
     merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
     problems = [problem for text in overrides if (problem := _apply(merged, text)) is not None]
-    if huge := [
-        f"{key} is a whole number of {bits} bits; nothing counts that far." for key, bits in _huge(merged)
-    ]:
-        raise ConfigError([*problems, *huge])
+    if impossible := list(_impossible(merged)):
+        raise ConfigError([*problems, *impossible])
     try:
         config = Config.model_validate(merged)
     except ValidationError as error:
@@ -45,13 +43,15 @@ def from_tree(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def _huge(tree: Any, key: str = "") -> Iterator[tuple[str, int]]:
-    """Whole numbers beyond those of a machine, anywhere."""
+def _impossible(tree: Any, key: str = "") -> Iterator[str]:
+    """Values that no config.toml could hold, anywhere: numbers beyond those of a machine, text that is none."""
     if isinstance(tree, Mapping | list):
         for name, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            yield from _huge(value, f"{key}.{name}" if key else str(name))
+            yield from _impossible(value, f"{key}.{name}" if key else str(name))
     elif isinstance(tree, int) and abs(tree) >= 1 << 63:
-        yield key, tree.bit_length()
+        yield f"{key} is a whole number of {tree.bit_length()} bits; nothing counts that far."
+    elif isinstance(tree, str) and any("\ud800" <= letter <= "\udfff" for letter in tree):
+        yield f"{key} = {tree!r} is not UTF-8 text. Write it in UTF-8."
 
 
 def read_toml(
