@@ -21,6 +21,7 @@ FOUND = {
     "config files": [SEED_ONE + 186, SEED_ONE + 269],
     "overrides": [3 * SEED_ONE + 2198],
     "command lines": [SEED_ONE + 93],
+    "study files": [3 * SEED_ONE + 251],
     "study results": [3, 14, 27, SEED_ONE + 3],
     "device, penalty and profile files": [5, 60, 105],
     "event logs": [SEED_TWO + 224],
