@@ -19,7 +19,7 @@ FAST := $(addprefix tests/, test_config.py test_docs.py test_imports.py test_pri
   $(addprefix pipeline/test_, channel.py depth.py one_stage.py) \
   $(addprefix bench/test_, measure.py work.py) $(addprefix train/test_, checkpoint.py reporting.py))
 
-.PHONY: train check lint types test test-all bench docs format clean
+.PHONY: train check lint types test test-all bench fuzz chaos docs format clean
 train: $(VENV)/.installed
 	$(BIN)/slipstream train
 
@@ -51,6 +51,13 @@ bench: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Open site/index.html"
+
+# Damaged input to every reader, and faults in small runs: INPUTS, CASES and SEED may be given.
+fuzz: $(VENV)/.installed-dev
+	PYTHONPATH=tests $(BIN)/python -m fuzz.campaign --inputs $(or $(INPUTS),20000) --seed $(or $(SEED),0)
+
+chaos: $(VENV)/.installed-dev
+	PYTHONPATH=tests $(BIN)/python -m chaos.campaign --cases $(or $(CASES),1000) --seed $(or $(SEED),0) --out chaos.jsonl
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format $(CODE)

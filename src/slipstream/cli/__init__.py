@@ -41,7 +41,8 @@ COMMANDS = {
 
 # What can be wrong with a place that was named, wherever that is noticed. A file that is missing is not among it: who
 # opens it knows better what to say.
-_PLACES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST}
+_PLACES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST,
+           errno.ENAMETOOLONG, errno.ELOOP}  # fmt: skip
 INTERRUPTED, CLOSED_PIPE = 130, 141  # as a shell tells of SIGINT and SIGPIPE
 _FULL = {errno.ENOSPC, errno.EDQUOT}  # met while a file is written, when its name is not told
 

@@ -111,7 +111,7 @@ def _print_summary(summary: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(summary))
         return
     console = Console(highlight=False)
-    console.print(f"[bold]{summary['folder']}[/]", soft_wrap=True)
+    console.print(str(summary["folder"]), style="bold", soft_wrap=True, markup=False)
     for name in (
         "files",
         "vocab",
@@ -124,11 +124,15 @@ def _print_summary(summary: dict[str, Any], as_json: bool) -> None:
     ):
         value = summary.get(name)
         if isinstance(value, dict):
-            value = ", ".join(f"{key} {count:,}" for key, count in value.items())
-        elif isinstance(value, int):
-            value = f"{value:,}"
+            value = ", ".join(f"{key} {_figure(count)}" for key, count in value.items())
         if value is not None:
-            console.print(f"  {name.replace('_', ' '):16} {value}", soft_wrap=True)
+            text = f"  {name.replace('_', ' '):16} {_figure(value)}"
+            console.print(text, soft_wrap=True, markup=False)
+
+
+def _figure(value: object) -> str:
+    """meta.json may come from elsewhere, and say anything."""
+    return f"{value:,}" if isinstance(value, int) and abs(value) < 1 << 64 else str(value)
 
 
 class _Bar:

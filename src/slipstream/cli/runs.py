@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from slipstream.errors import UserError
+from slipstream.formats import parse_toml
 from slipstream.metrics.events import EVENTS_FILE, Run, number, read_run
 from slipstream.metrics.report_columns import duration, labels, si
 from slipstream.metrics.watch import STATUS_STYLE
@@ -125,8 +125,8 @@ def differences(found: list[Run]) -> dict[str, list[Any]]:
 
 def _settings(run: Run) -> dict[str, Any]:
     try:
-        tree = tomllib.loads(run.config)
-    except tomllib.TOMLDecodeError:
+        tree = parse_toml(run.config)
+    except ValueError:
         return {}
     sections = ((section, values) for section, values in tree.items() if isinstance(values, dict))
     return {f"{section}.{name}": value for section, values in sections for name, value in values.items()}

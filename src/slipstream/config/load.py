@@ -10,7 +10,6 @@ default.
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from slipstream.config.settings import Config
 from slipstream.errors import ConfigError, UserError
+from slipstream.formats import parse_toml
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -31,6 +31,8 @@ def from_tree(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Build a config from a nested mapping and overrides; all problems come as one ConfigError."""
     merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
     problems = [problem for text in overrides if (problem := _apply(merged, text)) is not None]
+    if impossible := list(_impossible(merged)):
+        raise ConfigError([*problems, *impossible])
     try:
         config = Config.model_validate(merged)
     except ValidationError as error:
@@ -41,6 +43,17 @@ def from_tree(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     return config
 
 
+def _impossible(tree: Any, key: str = "") -> Iterator[str]:
+    """Values that no config.toml could hold, anywhere: numbers beyond those of a machine, text that is none."""
+    if isinstance(tree, Mapping | list):
+        for name, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from _impossible(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(tree, int) and abs(tree) >= 1 << 63:
+        yield f"{key} is a whole number of {tree.bit_length()} bits; nothing counts that far."
+    elif isinstance(tree, str) and any("\ud800" <= letter <= "\udfff" for letter in tree):
+        yield f"{key} = {tree!r} is not UTF-8 text. Write it in UTF-8."
+
+
 def read_toml(
     path: str | Path, hint: str = "Name a TOML file of a run, or none for the default."
 ) -> dict[str, Any]:
@@ -48,11 +61,11 @@ def read_toml(
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"There is no file '{path}'. {hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # also a name that is no name
         raise UserError(f"'{path}' cannot be read: {error}. Name a TOML file of a run.") from None
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return parse_toml(text)
+    except ValueError as error:
         raise UserError(f"'{path}' is not valid TOML: {error}.") from None
 
 
@@ -91,8 +104,8 @@ def _apply(tree: dict[str, Any], text: str) -> str | None:
 def parse_value(text: str) -> Any:
     """3e-4 -> 0.0003, [1, 2] -> [1, 2], true -> True, 2bw -> '2bw'; dates stay text."""
     try:
-        value = tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+        value = parse_toml(f"x = {text}")["x"]
+    except ValueError:
         return text
     return value if isinstance(value, (bool, int, float, str, list, dict)) else text
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import lzma
 import zlib
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from slipstream.errors import DataError, install
+from slipstream.formats import parse_json
 
 SEPARATORS = ("form-feed", "blank-line", "line", "none")
 _PACKED = (".xz", ".gz", ".zst")
@@ -224,8 +224,8 @@ def _of_json_lines(path: Path, lines: io.TextIOWrapper, field: str) -> Iterator[
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            record = parse_json(line)
+        except ValueError as error:
             # Also a number of thousands of digits, or endless brackets.
             raise DataError(f"{path}, line {number} is not JSON: {error}.") from error
         text = record.get(field) if isinstance(record, dict) else None
@@ -257,5 +257,7 @@ def _of_parquet(path: Path, reading: Reading) -> Iterator[str]:
                     if text is not None and not isinstance(text, str):
                         raise DataError(f"Column '{field}' of {path} holds {type(text).__name__}, not text.")
                     yield text or ""
+    except UnicodeDecodeError as error:
+        raise DataError(f"Column '{field}' of {path} is not UTF-8 ({error}). Convert it first.") from error
     except (OSError, arrow.ArrowException) as error:
         raise DataError(f"{path} cannot be read: {error}. It may be cut short or of another kind.") from error

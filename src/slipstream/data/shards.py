@@ -12,7 +12,6 @@ A folder holds `*train*.bin` and `*val*.bin`, read in name order as one stream; 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.errors import DataError
+from slipstream.formats import parse_json
 
 HEADER_BYTES = 256 * 4
 _FORMATS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
@@ -47,8 +47,11 @@ def write_shard(path: Path, tokens: Tokens) -> None:
 
 def open_shard(path: Path) -> Tokens:
     """The tokens of one shard, memory-mapped; a file of another kind or a cut one is a DataError."""
-    size = path.stat().st_size
-    values = np.fromfile(path, dtype="<i4", count=256)
+    try:
+        size = path.stat().st_size
+        values = np.fromfile(path, dtype="<i4", count=256)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}. Copy it again, or remove it.") from error
     key = (int(values[0]), int(values[1])) if len(values) == 256 else None
     if key not in _FORMATS:
         seen = f"magic and version {key}" if key else f"{size} bytes"
@@ -94,17 +97,23 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}. Mend it, or delete it.") from error
     except ValueError as error:
         raise DataError(f"{path} is not JSON ({error}). Delete it or prepare the data again.") from error
     numbers = {"vocab", "end_of_document"}
-    if not isinstance(meta, dict) or not all(isinstance(meta[key], int) for key in numbers & set(meta)):
+    if not isinstance(meta, dict) or not all(_is_id(meta[key]) for key in numbers & set(meta)):
         raise DataError(
             f"{path} is no table with whole numbers for 'vocab' and 'end_of_document'. Mend it, or delete it."
         )
     if not isinstance(meta.get("sha256", {}), dict):
         raise DataError(f"{path}: 'sha256' is no table of shards. Mend it, or take it out.")
     return meta
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32
 
 
 def fingerprint(paths: Sequence[Path]) -> str:

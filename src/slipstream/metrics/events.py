@@ -9,7 +9,6 @@ history that did not happen.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import UserError
+from slipstream.formats import parse_json
 
 EVENTS_FILE = "events.jsonl"
 Event = dict[str, Any]
@@ -111,7 +111,7 @@ def parse_lines(lines: Iterable[str]) -> tuple[list[Event], int]:
         if not line.strip():
             continue
         try:
-            event = json.loads(line)
+            event = parse_json(line)
         except ValueError:
             event = None
         if isinstance(event, dict) and isinstance(event.get("event"), str):
@@ -146,7 +146,7 @@ def read_run(path: str | Path) -> Run:
 
 def _environment(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        found = parse_json(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

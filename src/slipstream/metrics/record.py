@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from slipstream.formats import parse_json
 from slipstream.metrics.append import Appending
 from slipstream.metrics.events import EVENTS_FILE
 
@@ -113,7 +114,7 @@ def _cut_events(folder: Path, step: int, again: Sequence[str]) -> None:
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            event = json.loads(line)
+            event = parse_json(line)
         except ValueError:
             continue
         if not isinstance(event, dict) or event.get("event") == "finish":
@@ -139,7 +140,7 @@ def finished_at(folder: Path) -> int | None:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith('{"event": "finish"'):
                 with contextlib.suppress(ValueError):
-                    found = json.loads(line).get("step", found)
+                    found = parse_json(line).get("step", found)
     return found
 
 

@@ -11,11 +11,11 @@ import json
 import shlex
 import statistics
 import time
-import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.formats import parse_toml
 from slipstream.metrics.events import Event, Run, number, read_run
 from slipstream.metrics.report_columns import Columns, duration, labels, numbers, shape, si
 from slipstream.metrics.report_page import Chart, Part, Section, Series, Table, Text, Tiles, page
@@ -300,8 +300,8 @@ def _settings(column: Columns) -> list[Part]:
 
 def _toml(text: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
+        return parse_toml(text)
+    except ValueError:
         return {}
 
 

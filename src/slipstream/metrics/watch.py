@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 import time
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.errors import UserError
+from slipstream.formats import parse_toml
 from slipstream.metrics.events import Event, Follower, Run, number, read_run
 from slipstream.metrics.report_columns import duration, shape, si
 
@@ -168,7 +168,7 @@ def _stages(last: Event) -> Table | None:
 def _planned_steps(run: Run) -> int | None:
     """The run's length, from its resolved config."""
     try:
-        steps = tomllib.loads(run.config).get("train", {}).get("steps")
-    except (tomllib.TOMLDecodeError, AttributeError):
+        steps = parse_toml(run.config).get("train", {}).get("steps")
+    except (ValueError, AttributeError):
         return None
     return steps if isinstance(steps, int) and steps > 0 else None

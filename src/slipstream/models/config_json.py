@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from slipstream.errors import UserError
+from slipstream.formats import parse_json
 from slipstream.models.sizes import ModelConfig
 
 
@@ -20,7 +20,7 @@ def read_config(folder: Path, *, to_run: bool = True) -> ModelConfig:
         what = "is not a Hugging Face folder: it has no config.json" if folder.is_dir() else "does not exist"
         raise UserError(f"{folder} {what}. Name the folder of a model, or its config.json.")
     try:
-        return _read_config(folder, json.loads(path.read_text(encoding="utf-8")), to_run)
+        return _read_config(folder, parse_json(path.read_text(encoding="utf-8")), to_run)
     except KeyError as error:
         raise UserError(f"{path} does not say {error}. Is it the config of a whole model?") from None
     except (ValueError, TypeError, AttributeError) as error:

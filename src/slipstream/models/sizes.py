@@ -11,9 +11,12 @@ counted over the keys a token may see: (T + 1) / 2 on average under the causal m
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
+from dataclasses import Field, dataclass, fields, replace
+from math import isfinite
 
 from slipstream.errors import ConfigError, UserError
+
+LARGEST = 2**40  # of any size of a model
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,9 @@ class ModelConfig:
 
 
 def _problems(config: ModelConfig):
+    if wrong := [problem for field in fields(config) if (problem := _wrong_kind(config, field))]:
+        yield from wrong
+        return
     for name in ("vocab", "dim", "layers", "heads", "kv_heads", "ffn"):
         if getattr(config, name) < 1:
             yield f"model.{name} is {getattr(config, name)}; it must be at least 1."
@@ -87,6 +93,21 @@ def _problems(config: ModelConfig):
         yield "model.experts_per_token has no effect without model.experts. Set model.experts too."
     if config.document_mask and not 0 <= config.end_of_document < config.vocab:
         yield f"model.end_of_document {config.end_of_document} is outside the vocabulary of {config.vocab}."
+
+
+def _wrong_kind(config: ModelConfig, field: Field) -> str:
+    """A config.json or a checkpoint may say anything."""
+    value, kind = getattr(config, field.name), str(field.type)
+    if value is None and "None" in kind:
+        return ""
+    if kind == "bool":
+        good, wanted = isinstance(value, bool), "true or false"
+    elif kind == "float":
+        good, wanted = isinstance(value, int | float) and isfinite(value), "a number"
+    else:
+        good, wanted = isinstance(value, int) and abs(value) <= LARGEST, "a whole number of a usual size"
+    good = good and (kind == "bool" or not isinstance(value, bool))
+    return "" if good else f"model.{field.name} is {value!r:.60}; it must be {wanted}."
 
 
 def _qwen3(

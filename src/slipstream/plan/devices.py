@@ -8,12 +8,12 @@ devices joined by the fast link; each device has its own share of the node's net
 from __future__ import annotations
 
 import difflib
-import tomllib
 from dataclasses import dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
 
 from slipstream.errors import UserError
+from slipstream.formats import parse_toml
 
 GIB = 2**30
 
@@ -145,7 +145,7 @@ def find_device(name: str, **changes: float | int | None) -> Device:
 
 def _from_file(path: Path) -> Device:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"The device file {path} cannot be read: {error.strerror}.") from None
     except ValueError as error:  # also one that is not text

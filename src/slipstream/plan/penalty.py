@@ -20,6 +20,7 @@ from math import inf, log
 from pathlib import Path
 
 from slipstream.errors import UserError
+from slipstream.formats import parse_json
 
 SYNC_START = 0.1  # the share of the updates that "+sync_start" means in a correction's name
 
@@ -43,6 +44,16 @@ class Penalty:
     old: float = 1.0  # the share of a group's microbatches that are late: c / m, 1 is 2BW as published
 
     def __post_init__(self) -> None:
+        texts = (self.optimizer, self.correction, self.source)
+        figures = (
+            self.penalty,
+            self.batch_tokens,
+            self.parameters,
+            self.old,
+            0 if self.gap is None else self.gap,
+        )
+        if not all(isinstance(text, str) for text in texts) or not all(map(_is_number, figures)):
+            raise UserError(f"A token penalty entry holds texts and numbers; this one is {self!r:.200}.")
         if not (1.0 <= self.penalty < inf and 0 < self.batch_tokens < inf and 0 < self.parameters < inf):
             raise UserError(
                 f"A token penalty entry is out of range: penalty {self.penalty} (at least 1), batch_tokens "
@@ -50,6 +61,10 @@ class Penalty:
             )
         if not 0 < self.old <= 1:
             raise UserError(f"A token penalty entry is out of range: old {self.old} (above 0, at most 1).")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def load_penalties(path: str | Path | None = None) -> tuple[Penalty, ...]:
@@ -63,7 +78,7 @@ def load_penalties(path: str | Path | None = None) -> tuple[Penalty, ...]:
             why = error.strerror if isinstance(error, OSError) else error
             raise UserError(f"The penalty table {path} cannot be read: {why}.") from None
     try:
-        entries = json.loads(text)["entries"]
+        entries = parse_json(text)["entries"]
         return tuple(Penalty(**entry) for entry in entries)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(

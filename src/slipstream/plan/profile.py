@@ -19,6 +19,7 @@ from statistics import fmean, median, variance
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.errors import UserError
+from slipstream.formats import parse_json
 from slipstream.models.sizes import ModelConfig
 from slipstream.plan.devices import FREE, Runtime
 from slipstream.plan.parts import Timing
@@ -92,7 +93,7 @@ class Profile:
     def read(cls, path: Path, wanted: Measured) -> Profile:
         """The profile at `path`, which must be one of what is `wanted`."""
         try:
-            tree = json.loads(path.read_text(encoding="utf-8"))
+            tree = parse_json(path.read_text(encoding="utf-8"))
             measured = Measured(**tree["measured"])
             timings = {name: Timing(**_seconds(tree["timings"][name])) for name in PARTS}
             runtimes = [Runtime(**_seconds(tree.get(name, {}))) for name in ("engine", "torch_engine")]

@@ -104,6 +104,11 @@ def _node(spec: Any, axes: Mapping[str, Axis]) -> Node:
         if stray := [axis for axis in like if axis not in by]:
             raise UserError(f"like names {names(stray)}, and tune is by {names(by)}.")
         borrowed = {axis: _table(like, axis, "like.") for axis in like}
+        for axis, names_of in borrowed.items():
+            if not all(isinstance(label, str) for label in names_of.values()):
+                raise UserError(
+                    f'like.{axis} names values of the axis, for example {axis} = {{ ef = "delay" }}.'
+                )
         return Tune(str(spec["tune"]), tuple(by), over, then, borrowed, cheaper)
     if len(spec) != 1 or not set(spec) <= {"product", "zip", "chain"}:
         raise UserError(f"A table of [runs] has one of product, zip, chain or tune; this has {names(spec)}.")

@@ -11,14 +11,16 @@ from __future__ import annotations
 import gzip
 import json
 import statistics
-import tomllib
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slipstream.config import from_tree
+from slipstream.config.load import keys
 from slipstream.errors import UserError
+from slipstream.formats import parse_json, parse_toml
 from slipstream.metrics.events import Run, number, read_run
 from slipstream.study.sweep import Point, digest, settings
 
@@ -104,14 +106,17 @@ def read_folder(folder: Path) -> Result | None:
     if run.status != "finished":
         return None
     try:
-        config = from_tree(tomllib.loads(run.config))
-    except (UserError, tomllib.TOMLDecodeError):
+        config = from_tree(parse_toml(run.config))
+    except (UserError, ValueError):
         return None  # of another version: run again
     loss, steps = number(finish.get("validation_loss")), run.surviving("step")
     speeds = [
         v for row in steps[len(steps) // 2 :] if (v := number(row.get("tokens_per_second"))) is not None
     ]
     environment = run.environment
+    data, versions = (
+        found if isinstance(found := environment.get(key), dict) else {} for key in ("data", "versions")
+    )
     return Result(
         digest=digest(config),
         run=folder.name,
@@ -123,13 +128,13 @@ def read_folder(folder: Path) -> Result | None:
         seconds=number(finish.get("seconds")) or 0.0,
         tokens_per_second=round(statistics.median(speeds), 1) if speeds else None,
         skipped=sum(1 for row in steps if row.get("skipped")),
-        parameters=int(run.last("start").get("parameters") or 0),
+        parameters=int(number(run.last("start").get("parameters")) or 0),
         validation=_curve(run, "validation"),
         training=[(x, round(y, 4)) for x, y in thinned(_curve(run, "step"))],
         device=str(environment.get("device", "")),
-        data=str(environment.get("data", {}).get("fingerprint", "")),
-        held_out=str(environment.get("data", {}).get("validation_fingerprint", "")),
-        versions=environment.get("versions", {}),
+        data=str(data.get("fingerprint", "")),
+        held_out=str(data.get("validation_fingerprint", "")),
+        versions=versions,
     )
 
 
@@ -154,9 +159,9 @@ def write_export(path: Path, results: Iterable[Result]) -> int:
 def read_export(path: Path) -> list[Result]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file if line.strip()]
+            rows = [parse_json(line) for line in file if line.strip()]
         return [_of_row(row) for row in rows]
-    except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"'{path}' is no export of a study: {error}. Write it with `slipstream study export`."
         ) from None
@@ -185,7 +190,7 @@ def thinned(curve: Curve, points: int = TRAINING_POINTS) -> Curve:
 
 def _failure(folder: Path) -> Result | None:
     try:
-        record = json.loads((folder / FAILED_FILE).read_text(encoding="utf-8"))
+        record = parse_json((folder / FAILED_FILE).read_text(encoding="utf-8"))
         return Result(record["digest"], folder.name, record["settings"], failed=record["failed"])
     except (OSError, ValueError, KeyError, TypeError):
         return None  # cut off while it was written: run again
@@ -196,7 +201,36 @@ def _curve(run: Run, kind: str) -> Curve:
 
 
 def _of_row(row: Mapping[str, Any]) -> Result:
-    curves = {name: [(x, y) for x, y in row[name]] for name in ("validation", "training")}
-    loss, settings = number(row.get("loss")), dict(row["settings"])
+    """A line of an export. It may have come from anywhere: every figure is one, or it is a `ValueError`."""
+    curves = {name: [(_finite(x), _finite(y)) for x, y in row[name]] for name in ("validation", "training")}
+    loss, settings = number(row.get("loss")), _checked(dict(row["settings"]))
     failed = row.get("failed") or ("" if loss is not None else "the loss is not finite")
-    return Result(**{**row, **curves, "loss": loss, "settings": settings, "failed": failed})
+    result = Result(**{**row, **curves, "loss": loss, "settings": settings, "failed": failed})
+    for name in ("digest", "run", "failed", "device", "data", "held_out"):
+        if not isinstance(getattr(result, name), str):
+            raise ValueError(f"{name} is {getattr(result, name)!r:.40}, not a text")
+    for name in ("steps", "tokens", "seconds", "skipped", "parameters"):
+        _finite(getattr(result, name))
+    if result.tokens_per_second is not None:
+        _finite(result.tokens_per_second)
+    if not isinstance(result.versions, dict):
+        raise ValueError("versions is no table")
+    return result
+
+
+def _finite(value: object) -> float:
+    """As it was written: a whole number stays one."""
+    if number(value) is None:
+        raise ValueError(f"{value!r:.40} is not a number")
+    assert isinstance(value, int | float)
+    return value
+
+
+def _checked(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run; those that this version knows have values that it takes."""
+    tree: dict[str, dict[str, Any]] = {}
+    for key in set(keys()) & settings.keys():
+        section, name = key.split(".")
+        tree.setdefault(section, {})[name] = settings[key]
+    from_tree(tree)
+    return settings

@@ -21,15 +21,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.errors import CheckpointError
+from slipstream.formats import parse_json
 from slipstream.train.state import Digest, digest, read_piece, sync
 
 FORMAT = "slipstream-checkpoint"
 VERSION = 1
 HASHING_THREADS = 8
 BEST = "best"  # a link to the checkpoint with the lowest validation loss, where a run keeps it
+T = TypeVar("T")
+LARGEST_STEP = 2**53  # the last whole number that a float counts to
 _NAME = re.compile(r"step-(\d+)")
 _PIECE = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -44,6 +47,15 @@ class Manifest:
     pieces: tuple[str, ...]
     files: dict[str, Digest]
     meta: dict[str, Any]
+
+    def says(self, key: str, kind: type[T]) -> T:
+        """What it says of its run under `key`."""
+        found = self.meta.get(key)
+        if not isinstance(found, kind) or isinstance(found, bool) or (isinstance(found, int) and found < 0):
+            raise CheckpointError(
+                f"The checkpoint of step {self.step} is not one of a run: it says {key} = {found!r}."
+            )
+        return found
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -129,7 +141,7 @@ def manifest(path: Path) -> Manifest:
     """Read and check a manifest, without reading the pieces."""
     file = path / "manifest.json"
     try:
-        body = json.loads(file.read_text(encoding="utf-8"))
+        body = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"'{path}' is not a checkpoint: it has no manifest.json.") from None
     except (OSError, ValueError) as error:
@@ -157,9 +169,14 @@ def _parsed(body: dict[str, Any], file: Path) -> Manifest:
     for piece in body["pieces"]:
         if not {f"{piece}.json", f"{piece}.safetensors"} <= files.keys():
             raise CheckpointError(f"'{file}' has no checksums for the piece '{piece}'.")
+    step, named = body["step"], _NAME.fullmatch(file.parent.name)
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= LARGEST_STEP:
+        raise CheckpointError(f"'{file}' is of step {step!r}, which is no step of a run.")
+    if named is not None and int(named[1]) != step:
+        raise CheckpointError(f"'{file}' is of step {step}, and its folder is called '{named[0]}'.")
     if not isinstance(body["meta"], dict):
         raise CheckpointError(f"'{file}' says nothing about its run.")
-    return Manifest(int(body["step"]), tuple(body["pieces"]), files, body["meta"])
+    return Manifest(step, tuple(body["pieces"]), files, body["meta"])
 
 
 def verify(path: Path) -> Manifest:
@@ -167,6 +184,8 @@ def verify(path: Path) -> Manifest:
     found = manifest(path)
     for name, expected in found.files.items():
         file = path / name
+        if file.is_symlink():
+            raise CheckpointError(f"'{file}' is a link: what it leads to is not kept with the checkpoint.")
         if not file.is_file():
             raise CheckpointError(f"'{file}' is missing.")
         size = file.stat().st_size

@@ -56,7 +56,11 @@ _EXPERT = {"moe.gate": "w1", "moe.up": "w3", "moe.down": "w2"}
 
 def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
     """Name and shape of every parameter; a tied head is the embedding and has no entry."""
-    return {name: tensor.shape for name, tensor in build_model(config, 0, "meta").named_parameters()}
+    try:
+        model = build_model(config, 0, "meta")
+    except RuntimeError as error:  # sizes that no tensor can have
+        raise UserError(f"There is no model of {config}: {error}.") from None
+    return {name: tensor.shape for name, tensor in model.named_parameters()}
 
 
 def _parts(config: ModelConfig, name: str) -> list[str]:

@@ -18,7 +18,6 @@ import shlex
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,6 +30,7 @@ import torch.distributed as dist
 
 from slipstream.config import Change, Config, from_tree, to_toml
 from slipstream.errors import CheckpointError, DiskError, InUseError, UserError
+from slipstream.formats import parse_toml
 from slipstream.metrics.events import EVENTS_FILE, number, read_run
 from slipstream.metrics.record import cut_back, finished_at, has_event
 from slipstream.train import checkpoint, cutovers
@@ -124,8 +124,8 @@ def _plan(folder: Path, config: Config, data_fingerprint: str, contents: Mapping
     path, manifest = found
     config = cutovers.with_cutover(config, _kept(manifest))
     notes += _check_same_run(folder, config, manifest, data_fingerprint, contents)
-    step, offset, every = manifest.step, manifest.meta["data_offset"], config.train.eval_every
-    trained = step >= config.train.steps or _stopped_early(config, from_tree(manifest.meta["config"]))
+    step, offset, every = manifest.step, manifest.says("data_offset", int), config.train.eval_every
+    trained = step >= config.train.steps or _stopped_early(config, from_tree(manifest.says("config", dict)))
     finished = trained and has_event(folder, "finish", step)
     trained = trained and (finished or step >= config.train.steps)
     if not finished:
@@ -147,6 +147,8 @@ def _stopped_early(config: Config, stored: Config) -> bool:
 
 
 def _validations(folder: Path, step: int) -> list[tuple[int, float]]:
+    if not (folder / EVENTS_FILE).is_file():  # somebody removed the folder while the run was writing into it
+        return []
     found = read_run(folder).surviving("validation")
     return [(event["step"], value) for event in found if (value := number(event.get("loss"))) is not None]
 
@@ -218,8 +220,8 @@ def _ended(folder: Path, config: Config, data_fingerprint: str) -> Plan | None:
 def _stored(folder: Path) -> Config | None:
     """The config that was last started here; None where nothing says so."""
     try:
-        return from_tree(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
-    except (OSError, UserError, tomllib.TOMLDecodeError):
+        return from_tree(parse_toml((folder / "config.toml").read_text(encoding="utf-8")))
+    except (OSError, UserError, ValueError):
         return None
 
 
@@ -254,11 +256,11 @@ def _begin(folder: Path, config: Config, data_fingerprint: str, notes: list[str]
             "to do. "
             "Set train.steps higher."
         )
-    stored = from_tree(manifest.meta["config"])
+    stored = from_tree(manifest.says("config", dict))
     config = cutovers.with_cutover(config, stored)
     notes.append(f"Forked from {path} (step {manifest.step}).")
     notes += [f"Changed in the fork: {change}." for change in cutovers.changes(stored, config)]
-    offset, nonce = manifest.meta["data_offset"], secrets.token_hex(4)
+    offset, nonce = manifest.says("data_offset", int), secrets.token_hex(4)
     cutover = cutovers.of(config)
     return Plan(
         manifest.step, str(path), False, True, offset, data_fingerprint, nonce, notes, cutover=cutover
@@ -274,8 +276,8 @@ def _check_same_run(
 ) -> list[str]:
     """Refuse a start that would change the trajectory; say which allowed switch is made."""
     try:
-        stored = from_tree(manifest.meta["config"])
-    except (KeyError, UserError) as error:
+        stored = from_tree(manifest.says("config", dict))
+    except UserError as error:
         raise CheckpointError(f"The checkpoints of '{folder}' belong to another version: {error}") from None
     differences = cutovers.changes(stored, config)
     longer = config.train.steps > stored.train.steps
@@ -297,7 +299,7 @@ def _check_same_run(
             f"pipeline.data_ranks: the run has {ranks[0]}, asked for {ranks[1]}; the balance loss of its experts is "
             "taken over the rows of one data rank"
         )
-    if manifest.meta["data_fingerprint"] != data_fingerprint:
+    if manifest.says("data_fingerprint", str) != data_fingerprint:
         refused.append(
             f"data: the run's had the fingerprint {manifest.meta['data_fingerprint'][:12]}, this has "
             f"{data_fingerprint[:12]}"
@@ -347,8 +349,8 @@ def extension(stored: Config, config: Config, step: int) -> str:
 def _kept(manifest: checkpoint.Manifest) -> Config | None:
     """The config of a checkpoint; one of another version says so where it is compared."""
     try:
-        return from_tree(manifest.meta["config"])
-    except (KeyError, UserError):
+        return from_tree(manifest.says("config", dict))
+    except UserError:
         return None
 
 

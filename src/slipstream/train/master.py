@@ -8,9 +8,11 @@ from pathlib import Path
 from torch import Tensor
 
 from slipstream.config import Config, from_tree
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.sizes import ModelConfig
 from slipstream.train import checkpoint
+from slipstream.train.export import parameter_shapes
+from slipstream.train.sanity import check_weights
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -33,15 +35,29 @@ def load_master(run: str | Path) -> Master:
     trees = checkpoint.read(path, found, sections=("master",))
     try:
         weights = {name: tensor for tree in trees for name, tensor in tree["master"].items()}
-        places = [path.parents[1] / TOKENIZER_FILE, Path(found.meta["data_folder"]) / TOKENIZER_FILE]
-        config, described = from_tree(found.meta["config"]), found.meta["model"]
+        places = [path.parents[1] / TOKENIZER_FILE, Path(found.says("data_folder", str)) / TOKENIZER_FILE]
+        config, described = from_tree(found.says("config", dict)), found.says("model", dict)
         model = None if "module" in described else ModelConfig(**described)
-    except (LookupError, TypeError, AttributeError) as error:
+    except ConfigError as error:
+        raise CheckpointError(f"'{path}' is of another version: {error}") from None
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
             f"'{path}' is not a run's checkpoint: {type(error).__name__} {error}."
         ) from None
+    check_weights(path, weights)
+    if model is not None:
+        _check_shapes(path, weights, model)
     tokenizer = next((place for place in places if place.is_file()), None)
     return Master(weights, config, model, found.step, tokenizer)
+
+
+def _check_shapes(path: Path, weights: dict[str, Tensor], model: ModelConfig) -> None:
+    """Before a model is built: one of the wrong size might not fit any memory."""
+    shapes = parameter_shapes(model) if model.layers <= len(weights) else {"layers": None}
+    for name, shape in shapes.items():
+        if name not in weights or weights[name].shape != shape:
+            seen = f"is {tuple(weights[name].shape)}" if name in weights else "is missing"
+            raise CheckpointError(f"'{path}': '{name}' {seen}, and its model needs {shape and tuple(shape)}.")
 
 
 def own_names(master: Master) -> dict[str, Tensor]:

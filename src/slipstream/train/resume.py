@@ -11,20 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import Config, from_tree
+from slipstream.errors import CheckpointError
 from slipstream.pipeline.state import bank_name, merge_states, upgraded
 from slipstream.schedule.staleness import reads
 from slipstream.train import checkpoint
 from slipstream.train.build import cutover
 from slipstream.train.engine import Engine
+from slipstream.train.sanity import check_state
 
 
 def load_into(engine: Engine, path: Path, config: Config) -> None:
     """Put the checkpoint at `path` into this rank's engine."""
     manifest = checkpoint.manifest(path)
-    stored = from_tree(manifest.meta["config"])
-    state = upgraded(merge_states(checkpoint.read(path, manifest, engine.names.__contains__)))
-    state = adapt_optimizer(state, stored, config, engine)
-    engine.load(adapt_banks(state, stored, config))
+    stored = from_tree(manifest.says("config", dict))
+    try:
+        state = upgraded(merge_states(checkpoint.read(path, manifest, engine.names.__contains__)))
+        state = adapt_banks(adapt_optimizer(state, stored, config, engine), stored, config)
+        check_state(path, state, engine.capture(), manifest.step)
+        engine.load(state)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(
+            f"'{path}' holds a state that is not of this run: {type(error).__name__} {error}."
+        ) from error
 
 
 def adapt_banks(state: dict[str, Any], stored: Config, config: Config) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slipstream.errors import CheckpointError
+from slipstream.formats import parse_json
 from slipstream.pipeline.compact import Halves
 
 TENSOR = "$tensor"
@@ -150,7 +151,7 @@ def read_piece(folder: Path, name: str, wanted: Callable[[str], bool]) -> dict[s
     """Read a piece back; `wanted(path)` says which tensors are needed here."""
     weights, text = folder / f"{name}.safetensors", folder / f"{name}.json"
     try:
-        tree = json.loads(text.read_text(encoding="utf-8"))["tree"]
+        tree = parse_json(text.read_text(encoding="utf-8"))["tree"]
         with safe_open(weights, framework="pt") as file:
             return unflatten(tree, lambda key: file.get_tensor(key) if wanted(key) else None)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:

@@ -1,0 +1,485 @@
+"""Faults in small runs, one a case, and what becomes of them: `make chaos`, or from a checkout with `tests` on the path
+
+    python -m chaos.campaign --cases 100 --seed 0 --out chaos.jsonl       a campaign
+    python -m chaos.campaign --seed 0 --case 17 --keep                    one case of it again
+    python -m chaos.campaign --table chaos.jsonl                          kinds x outcomes, as Markdown
+
+A case draws a layout (P stages, D data ranks), a kind of fault and its moment from the seed and its number. It starts
+the run, lets the fault happen, waits until every process is gone, starts the same command again (often with another P)
+and looks at what there is in the end. Outcomes: "equal" (the weights of the undisturbed run to the bit, every step
+recorded once) with or without a restart; everything else is a finding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import warm
+from chaos.faults import EVERY, KINDS, STEPS, TIMEOUT_SECONDS, Kind, Layout, Spec
+from chaos.network import Line, available
+from slipstream.data.shards import write_shard
+from slipstream.errors import UserError
+from slipstream.train.checkpoint import committed, verify
+from slipstream.train.master import load_master
+
+VOCAB = 64
+MARGIN_SECONDS = 90.0  # beyond the timeout: a busy machine is no hang
+TORCHRUN_SECONDS = 30.0  # how long torchrun waits for the ranks it told to stop
+PAUSE_SECONDS = 0.015
+SETTINGS = [
+    f"model.vocab={VOCAB}", "model.dim=16", "model.layers=4", "model.heads=2", "model.kv_heads=1", "model.ffn=32",
+    "data.sequence=16", "pipeline.microbatches=4", "pipeline.microbatch_size=2", "pipeline.cutover=2",
+    f"train.steps={STEPS}", "train.eval_every=8", "train.eval_batches=1", "train.device=cpu", "train.report=false",
+    "train.timeline_at=0", f"train.timeout_seconds={TIMEOUT_SECONDS}", f"checkpoint.every={EVERY}", "checkpoint.keep=3",
+    "optim.lr=0.01", "health.hash_every=10",
+]  # fmt: skip
+
+
+@dataclass
+class Case:
+    """What happened, for the record."""
+
+    seed: int
+    number: int
+    kind: str
+    stages: int
+    data_ranks: int
+    stages_after: int
+    spec: Spec
+    outcome: str = ""
+    said: str = ""
+    step_at_stop: int | None = None  # newest committed checkpoint when the run had stopped
+    resumed_at: int | None = None
+    gone_seconds: float | None = None  # from the fault until every process was gone
+    again_seconds: float | None = None  # from the next start until its first step
+    findings: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Ended:
+    codes: list[int | None]
+    said: str
+    fault: float | None
+    gone_seconds: float | None  # None: it was not gone in time
+
+
+# One run --------------------------------------------------------------------------------------------------
+
+
+def processes() -> list[int]:
+    """Everything that was started for a run and is still there."""
+    server = warm._server[0].pid
+    found = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    return [int(pid) for pid in found]
+
+
+def run(
+    folder: Path, layout: Layout, spec: Spec, kind: Kind | None = None, line: Line | None = None
+) -> Ended:
+    """Start it, see the fault through, and wait until everything that belongs to it is gone."""
+    place = folder / f"attempt-{len(list(folder.glob('attempt-*')))}"
+    place.mkdir()
+    arguments = [
+        *SETTINGS, f"run.dir={folder / 'run'}", f"data.path={folder / 'data'}", f"pipeline.stages={layout.stages}",
+        f"pipeline.data_ranks={layout.data_ranks}",
+    ]  # fmt: skip
+    spec = {"ranks": [], **spec, "place": str(place), "pause_seconds": PAUSE_SECONDS, "arguments": arguments}
+    by_ranks = kind is not None and kind.started_by == "ranks"
+    with ExitStack() as stack:
+        output = stack.enter_context((place / "said").open("w"))
+        taken = (
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) if by_ranks and line is None else None
+        )
+        specs = _ranks(spec, layout, line, taken) if by_ranks else [spec]
+        started = []
+        for number, one in enumerate(specs):
+            path = place / f"spec-{number}.json"
+            path.write_text(json.dumps(one))
+            words = [sys.executable, "-m", "chaos.process", str(path)]
+            started.append(warm.Popen(words, stdout=output, stderr=subprocess.STDOUT, cwd=folder))
+        began = time.time()
+        if taken is not None:
+            (place / "fault").write_text(str(began))
+        _from_outside(spec, kind, place, started, line)
+        gone = _wait(place, began, started if by_ranks else [])
+        codes = [process.poll() for process in started]
+    fault = float((place / "fault").read_text()) if (place / "fault").exists() else None
+    since = None if gone is None else gone - (fault or began)
+    return Ended(codes, (place / "said").read_text(errors="replace"), fault, since)
+
+
+def _ranks(spec: Spec, layout: Layout, line: Line | None, taken: socket.socket | None) -> list[Spec]:
+    """One specification a rank; the first half of them on one side of the line."""
+    if taken is not None:
+        address, port = taken.getsockname()[:2]
+    else:
+        assert line is not None
+        address, port = line.addresses[0], 29400
+    half = -(-layout.ranks // 2)
+    found = []
+    for rank in range(layout.ranks):
+        side = 0 if line is None or rank < half else 1
+        there = layout.ranks if line is None else (half if side == 0 else layout.ranks - half)
+        environment = {
+            "RANK": rank, "WORLD_SIZE": layout.ranks, "LOCAL_RANK": rank - side * half, "LOCAL_WORLD_SIZE": there,
+            "MASTER_ADDR": address, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo" if line is None else line.interface,
+            "SLIPSTREAM_MACHINE": side,
+        }  # fmt: skip
+        one = spec | {"rank": rank, "environment": {key: str(value) for key, value in environment.items()}}
+        found.append(one if line is None else one | {"namespace": line.names[side]})
+    return found
+
+
+def _from_outside(spec: Spec, kind: Kind | None, place: Path, started: list, line: Line | None) -> None:
+    if spec.get("kind") == "early":
+        time.sleep(spec["after_seconds"])
+        (place / "fault").write_text(str(time.time()))
+        started[0].send_signal(getattr(signal, spec["signal"]))
+    elif kind is not None and line is not None and "line" in kind.extra:
+        deadline = time.monotonic() + MARGIN_SECONDS
+        while not (place / "now").exists() and time.monotonic() < deadline and processes():
+            time.sleep(0.01)
+        (place / "fault").write_text(str(time.time()))
+        if kind.extra["line"] == "slow":
+            line.delay_seconds = 0.05
+            return
+        line.cut = True
+        if "mended_after" in kind.extra:
+            time.sleep(kind.extra["mended_after"])
+            line.cut = False
+
+
+def _wait(place: Path, began: float, ranks: list) -> float | None:
+    """When the last process was gone; None where some had to be ended here. `ranks` are ended as torchrun does it."""
+    failed = None
+    while left := processes():
+        if failed is None and any(rank.poll() for rank in ranks):
+            failed = time.monotonic()
+            for rank in ranks:
+                rank.terminate()
+        if failed is not None and time.monotonic() - failed > TORCHRUN_SECONDS:
+            for rank in ranks:
+                rank.kill()
+        fault = float((place / "fault").read_text() or began) if (place / "fault").exists() else None
+        now = time.time()
+        stopped = [pid for pid in left if _stopped(pid)]
+        # A process that a case has stopped for good cannot go by itself: a person, or the launcher, ends it.
+        if fault is not None and now - fault > 2 * TIMEOUT_SECONDS + MARGIN_SECONDS:
+            break
+        if fault is None and now - began > 2 * MARGIN_SECONDS:
+            break
+        if stopped == left and now - (fault or began) > 2 * TIMEOUT_SECONDS:
+            for pid in stopped:
+                _kill(pid)
+        time.sleep(0.02)
+    if not left:
+        return time.time()
+    for pid in left:
+        _kill(pid)
+    while processes():
+        time.sleep(0.02)
+    return None
+
+
+def _stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+# One case -------------------------------------------------------------------------------------------------
+
+
+def make_data(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        write_shard(
+            folder / f"{split}_000.bin", (np.cumsum(rng.integers(0, 4, 20_000)) % VOCAB).astype("<u2")
+        )
+
+
+def draw(seed: int, number: int, kinds: list[Kind], each: bool = False) -> tuple[Case, Kind]:
+    rng = random.Random(f"chaos {seed} {number}")
+    kind = kinds[number % len(kinds)] if each else rng.choices(kinds, [one.weight for one in kinds])[0]
+    layouts = [Layout(p, d) for p in (1, 2, 3, 4) for d in (1, 2) if p * d >= kind.fewest_ranks]
+    layout = rng.choices(layouts, [1 / one.ranks**0.8 for one in layouts])[0]
+    after = rng.choice((layout.stages, layout.stages, rng.randint(1, 4)))
+    spec = kind.arm(rng, layout)
+    return Case(seed, number, kind.name, layout.stages, layout.data_ranks, after, spec), kind
+
+
+class References:
+    """The undisturbed runs: one for each number of data ranks, and for each update that is skipped."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._known: dict[tuple[int, int | None], dict[str, torch.Tensor]] = {}
+
+    def get(self, data_ranks: int, skipped: int | None) -> dict[str, torch.Tensor]:
+        key = data_ranks, skipped
+        if key not in self._known:
+            folder = self._root / f"reference-{data_ranks}-{skipped}"
+            make_data(folder / "data")
+            spec: Spec = {"kind": "none"}
+            if skipped is not None:
+                spec = {"kind": "nan", "ranks": [0], "step": skipped, "delay_seconds": 0}
+            ended = run(folder, Layout(1, data_ranks), spec)
+            assert ended.codes == [0], ended.said
+            self._known[key] = load_master(folder / "run").weights
+        return self._known[key]
+
+
+def perform(case: Case, kind: Kind, folder: Path, references: References) -> None:
+    """Fill in what became of it."""
+    rng = random.Random(f"damage {case.seed} {case.number}")
+    make_data(folder / "data")
+    shutil.copytree(folder / "data", folder / "kept")
+    layout, after = Layout(case.stages, case.data_ranks), Layout(case.stages_after, case.data_ranks)
+    skipped = case.spec["step"] if case.spec["kind"] == "nan" else None
+    wanted = references.get(case.data_ranks, skipped)
+    spec = case.spec | {
+        "disk": str(folder / "run" / "checkpoints") if kind.disk == "checkpoints" else str(folder / "run")
+    }
+    spec |= {"file": str(folder / "data" / "train_000.bin"), "folder": str(folder / "run")}
+    with ExitStack() as stack:
+        if kind.disk:
+            _mount(Path(spec["disk"]), stack)
+        line = stack.enter_context(Line()) if "line" in kind.extra else None
+        first = run(folder, layout, spec, kind, line)
+        case.gone_seconds = None if first.gone_seconds is None else round(first.gone_seconds, 2)
+        case.said = first.said[-1500:]
+        _judge_first(case, kind, first)
+        _mend_disk(kind, Path(spec["disk"]))
+        if line is not None:
+            line.cut, line.delay_seconds = False, 0.0
+        _after(case, kind, folder, after, first, rng, wanted)
+
+
+def _judge_first(case: Case, kind: Kind, first: Ended) -> None:
+    if first.gone_seconds is None:
+        case.findings.append("hang: processes were left after the timeout")
+    ok = all(code == 0 for code in first.codes)
+    happened = first.fault is not None
+    if not happened and not ok:
+        case.findings.append(f"it failed without the fault: codes {first.codes}")
+    if kind.promise == "goes on" and not ok:
+        case.findings.append(f"it should have gone on, and ended with {first.codes}")
+    if not ok and kind.names and not re.search(kind.names, first.said):
+        case.findings.append(f"nothing named what happened: codes {first.codes}")
+    if not ok and not kind.traceback and "Traceback (most recent" in first.said:
+        case.findings.append("a traceback was printed")
+    if ok:
+        case.outcome = "equal, without a stop" if happened else "equal, the fault came too late"
+
+
+def _after(
+    case: Case, kind: Kind, folder: Path, after: Layout, first: Ended, rng: random.Random, wanted: dict
+) -> None:
+    root = folder / "run" / "checkpoints"
+    if not all(code == 0 for code in first.codes) or kind.loses:
+        found = _good(root)
+        case.step_at_stop = found[0] if found else None
+        expected = case.step_at_stop
+        if kind.damage is not None:
+            kind.damage(rng, folder)
+            expected = next(iter(_good(root)), None)
+        saved = re.search(r"Stopped at step (\d+), saved", first.said)
+        if saved and case.step_at_stop != int(saved[1]):
+            case.findings.append(f"it said step {saved[1]} was saved; the newest is {case.step_at_stop}")
+        if kind.refused and not _refused(case, kind, folder, after):
+            return
+        if expected is None and found and kind.damage is None:
+            case.findings.append("no checkpoint was left")
+        began = time.time()
+        second = run(folder, after, {"kind": "none"})
+        if second.codes != [0]:
+            case.findings.append(f"the next start ended with {second.codes}: {second.said[-600:]}")
+            case.outcome = "did not go on"
+            return
+        resumed, first_step = _resumed(folder / "run", began)
+        case.resumed_at = resumed
+        case.again_seconds = None if first_step is None else round(first_step - began, 2)
+        if resumed is not None and resumed != (expected or 0):
+            case.findings.append(f"it went on from step {resumed}, and {expected or 0} was saved")
+        case.outcome = "equal, after a restart"
+    weights = load_master(folder / "run").weights
+    if weights.keys() != wanted.keys() or any(
+        not torch.equal(weights[name], wanted[name]) for name in wanted
+    ):
+        case.findings.append("the weights differ from the undisturbed run's")
+    steps = [event["step"] for event in _events(folder / "run") if event["event"] == "step"]
+    if steps != list(range(1, STEPS + 1)) and not kind.loses:
+        case.findings.append(f"the log has the steps {steps}")
+
+
+def _refused(case: Case, kind: Kind, folder: Path, after: Layout) -> bool:
+    """The next start sees the damage and says so; then it is mended."""
+    again = run(folder, after, {"kind": "none"})
+    refused = again.codes != [0] and re.search(kind.refused, again.said) and "Traceback" not in again.said
+    if not refused:
+        case.findings.append(f"the damage was not refused: codes {again.codes}: {again.said[-600:]}")
+    shutil.rmtree(folder / "data")
+    shutil.copytree(folder / "kept", folder / "data")
+    return bool(refused)
+
+
+def _good(root: Path) -> list[int]:
+    """The steps of whole checkpoints, newest first."""
+    found = []
+    for path in committed(root):
+        try:
+            found.append(verify(path).step)
+        except UserError:
+            continue
+    return found
+
+
+def _events(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "events.jsonl").read_text(errors="replace").splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def _resumed(folder: Path, began: float) -> tuple[int | None, float | None]:
+    """(the step that the newest start began from, when its first step was recorded)."""
+    events = _events(folder)
+    starts = [at for at, event in enumerate(events) if event["event"] == "start"]
+    if not starts or events[starts[-1]]["time"] < began - 1:
+        return None, None
+    step = next((event["time"] for event in events[starts[-1] :] if event["event"] == "step"), None)
+    return events[starts[-1]]["step"], step
+
+
+def _mount(disk: Path, stack: ExitStack) -> None:
+    disk.mkdir(parents=True, exist_ok=True)
+    (disk.parent if disk.name == "checkpoints" else disk).joinpath("lock").touch()  # a run of ours
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], check=True)
+    stack.callback(subprocess.run, ["umount", "-l", str(disk)], check=False)
+    if disk.name != "checkpoints":
+        (disk / "lock").touch()
+
+
+def _mend_disk(kind: Kind, disk: Path) -> None:
+    if kind.disk:
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=False)
+        (disk / "filler").unlink(missing_ok=True)
+
+
+# The campaign ---------------------------------------------------------------------------------------------
+
+
+def table(cases: list[dict[str, Any]]) -> str:
+    """Kinds x outcomes, and the times, as Markdown."""
+    rows: dict[str, Counter[str]] = defaultdict(Counter)
+    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for case in cases:
+        rows[case["kind"]]["finding" if case["findings"] else case["outcome"]] += 1
+        if case["gone_seconds"] is not None and case["again_seconds"] is not None:
+            times[case["kind"]].append((case["gone_seconds"], case["again_seconds"]))
+    outcomes = [
+        "equal, without a stop",
+        "equal, after a restart",
+        "equal, the fault came too late",
+        "finding",
+    ]
+    head = ["fault", "cases", *outcomes, "s to the end", "s to training again"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for kind in [one.name for one in KINDS if one.name in rows]:
+        both = times[kind]
+        ends = f"{statistics.median(a for a, _ in both):.1f}" if both else ""
+        again = f"{statistics.median(a + b for a, b in both):.1f}" if both else ""
+        cells = [kind, sum(rows[kind].values()), *(rows[kind][one] or "" for one in outcomes), ends, again]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    total: Counter[str] = sum(rows.values(), Counter())
+    cells = ["all", sum(total.values()), *(total[one] or "" for one in outcomes), "", ""]
+    return "\n".join([*lines, "| " + " | ".join(map(str, cells)) + " |"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Faults in small runs, and what becomes of them.")
+    parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", type=int, default=None, help="only this one")
+    parser.add_argument("--only", default=None, help="only kinds whose name holds this word")
+    parser.add_argument(
+        "--each", action="store_true", help="the kinds in turn, one case each, instead of by chance"
+    )
+    parser.add_argument("--minutes", type=float, default=None, help="start no case later than this")
+    parser.add_argument("--out", type=Path, default=None, help="append a line of JSON for each case")
+    parser.add_argument("--keep", action="store_true", help="keep the folders of cases with findings")
+    parser.add_argument("--table", type=Path, nargs="+", default=None, help="print the table of such files")
+    given = parser.parse_args()
+    if given.table is not None:
+        print(table([json.loads(line) for path in given.table for line in path.read_text().splitlines()]))
+        return
+    torch.set_num_threads(1)
+    kinds = [one for one in KINDS if given.only is None or given.only in one.name]
+    if os.geteuid() != 0 or not available():
+        print("not root, or no tun device: without disks and links of their own", file=sys.stderr)
+        kinds = [one for one in kinds if not one.needs_root]
+    root = Path(tempfile.mkdtemp(prefix="chaos-"))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    warm.use(tempfile.mkdtemp(prefix="w-"))
+    warm._path()
+    references, done, began = References(root), [], time.monotonic()
+    chosen = [given.case] if given.case is not None else range(given.first, given.first + given.cases)
+    try:
+        for number in chosen:
+            if given.minutes is not None and time.monotonic() - began > 60 * given.minutes:
+                break
+            case, kind = draw(given.seed, number, kinds, given.each)
+            folder = root / f"case-{number}"
+            started = time.monotonic()
+            try:
+                perform(case, kind, folder, references)
+            except Exception as error:
+                case.findings.append(f"{type(error).__name__}: {error}")
+            done.append(asdict(case))
+            if given.out is not None:
+                with given.out.open("a") as file:
+                    file.write(json.dumps(asdict(case)) + "\n")
+            layout = f"P={case.stages} D={case.data_ranks} then P={case.stages_after}"
+            print(
+                f"{number:5} {kind.name:38} {layout}  {case.outcome or '-'}  {time.monotonic() - started:.1f} s "
+                f"{' | '.join(case.findings)}",
+                flush=True,
+            )
+            if not (given.keep and case.findings):
+                shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        warm.close()
+        if not given.keep:
+            shutil.rmtree(root, ignore_errors=True)
+        print(table(done))
+    sys.exit(any(case["findings"] for case in done))
+
+
+if __name__ == "__main__":
+    main()
