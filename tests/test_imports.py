@@ -44,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors",
         "torch_private",
     },
+    "torchtitan": {"pipeline", "optim", "schedule", "errors"},
     "study": {"formats", "train", "data", "metrics", "plan", "config", "schedule", "errors"},
     "bench": {
         "pipeline",
