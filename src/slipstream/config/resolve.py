@@ -380,10 +380,10 @@ def _check_train(config: Config, problems: list[str]) -> None:
     train, optim = config.train, config.optim
     if train.dtype != "float32" and train.device == "cpu":
         problems.append(f"train.dtype = '{train.dtype}' is unusably slow on a CPU. Set train.dtype=float32.")
-    if train.gradient_dtype != "float32" and (train.dtype != "bfloat16" or config.synchronous):
+    if train.gradient_dtype is not None and (train.dtype != "bfloat16" or config.synchronous):
         problems.append(
             f"train.gradient_dtype = '{train.gradient_dtype}' goes with train.dtype=bfloat16 and the 2bw or emulate "
-            "schedule only. Set it to float32."
+            "schedule only. Drop it."
         )
     if train.cuda_graphs and (config.pipeline.schedule != "emulate" or train.device == "cpu"):
         problems.append(

@@ -167,9 +167,9 @@ class TrainSettings(Settings):
     dtype: Literal["float32", "bfloat16", "bfloat16_autocast"] = _field(
         "float32", "float32; bfloat16 banks over a float32 master; float32 weights under bfloat16 autocast"
     )
-    gradient_dtype: Literal["float32", "bfloat16"] = _field(
-        "float32",
-        "sums of gradients; bfloat16 halves them and rounds at random, for models that would not fit",
+    gradient_dtype: Literal["bfloat16"] | None = _field(
+        None,
+        "bfloat16: sums of gradients at half the size, rounded at random, for models that would not fit",
     )
     compile: bool | Literal["layers", "stage"] = _layout(
         False, "torch.compile every replica: each layer, the whole stage, or (true) what suits its depth"
