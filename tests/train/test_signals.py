@@ -140,6 +140,8 @@ def test_a_stop_is_answered_though_a_rank_was_stopped(runs, kind):
     wait_for_step(runs, 5)
     held = children(process)[0]
     os.kill(held, signal.SIGSTOP)
+    while Path(f"/proc/{held}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
     process.send_signal(kind)
     code, output = ended(process)
     assert code == 75, output

@@ -145,11 +145,12 @@ class RankPool:
             worker.signal(STACKS)
 
     def wake(self) -> list[int]:
-        """Let the workers that are stopped go on; which they are."""
-        stopped = [worker for worker in self._at_work if worker.stopped()]
-        for worker in stopped:
+        """Let the workers that are stopped go on; which they are. To all of them: one may be about to stop, and to one
+        that runs it means nothing."""
+        stopped = [worker.pid for worker in self._at_work if worker.stopped()]
+        for worker in self._at_work:
             worker.signal(signal.SIGCONT)
-        return [worker.pid for worker in stopped]
+        return stopped
 
     def close(self) -> None:
         for worker in self._workers.values():
