@@ -27,7 +27,7 @@ FOUND = {
     "event logs": [SEED_TWO + 224, 3 * SEED_ONE + 88],
     "shards": [SEED_ONE + 41, SEED_ONE + 106, SEED_ONE + 112, SEED_ONE + 136, SEED_ONE + 337],
     "texts": [SEED_TWO + 224],
-    "checkpoints": [SEED_ONE + 72, SEED_ONE + 117],
+    "checkpoints": [SEED_ONE + 72, SEED_ONE + 117, 3 * SEED_ONE + 540, 3 * SEED_ONE + 1310],
 }
 BY_NAME = {target.name: target for target in TARGETS}
 
