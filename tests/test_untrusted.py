@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fuzz.targets import ROOT, make_export, make_run, make_shards
+from fuzz.valid import ROOT, make_export, make_run, make_shards
 from slipstream.cli import main
 from train.test_forged import newest, seal
 

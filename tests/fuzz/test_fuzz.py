@@ -24,10 +24,10 @@ FOUND = {
     "study files": [3 * SEED_ONE + 251],
     "study results": [3, 14, 27, SEED_ONE + 3],
     "device, penalty and profile files": [5, 60, 105],
-    "event logs": [SEED_TWO + 224],
+    "event logs": [SEED_TWO + 224, 3 * SEED_ONE + 88],
     "shards": [SEED_ONE + 41, SEED_ONE + 106, SEED_ONE + 112, SEED_ONE + 136, SEED_ONE + 337],
     "texts": [SEED_TWO + 224],
-    "checkpoints": [SEED_ONE + 72, SEED_ONE + 117],
+    "checkpoints": [SEED_ONE + 72, SEED_ONE + 117, 3 * SEED_ONE + 540, 3 * SEED_ONE + 1310],
 }
 BY_NAME = {target.name: target for target in TARGETS}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fuzz.targets import make_run, tiny
+from fuzz.valid import make_run, tiny
 from slipstream.errors import CheckpointError, UserError
 from slipstream.train import checkpoint
 from slipstream.train.checkpoint import _sealed

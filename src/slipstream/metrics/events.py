@@ -9,8 +9,8 @@ history that did not happen.
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +98,7 @@ class Run:
 
 def number(value: object) -> float | None:
     """A finite number, or None: NaN, infinities, texts and lists are no points of a curve."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         return None
     return float(value)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import Field, dataclass, fields, replace
-from math import isfinite
+from sys import float_info
 
 from slipstream.errors import ConfigError, UserError
 
@@ -103,7 +103,7 @@ def _wrong_kind(config: ModelConfig, field: Field) -> str:
     if kind == "bool":
         good, wanted = isinstance(value, bool), "true or false"
     elif kind == "float":
-        good, wanted = isinstance(value, int | float) and isfinite(value), "a number"
+        good, wanted = isinstance(value, int | float) and abs(value) <= float_info.max, "a number"
     else:
         good, wanted = isinstance(value, int) and abs(value) <= LARGEST, "a whole number of a usual size"
     good = good and (kind == "bool" or not isinstance(value, bool))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, fields, replace
-from math import isfinite
 from pathlib import Path
+from sys import float_info
 
 from slipstream.errors import UserError
 from slipstream.formats import parse_toml
@@ -75,7 +75,7 @@ def _wanted(name: str, value: object) -> str:
         return "" if isinstance(value, str) else "a text"
     if isinstance(value, Runtime):
         return ""
-    number = value if isinstance(value, int | float) and isfinite(value) else -1.0
+    number = value if isinstance(value, int | float) and abs(value) <= float_info.max else -1.0
     if name in ("intra_latency", "inter_latency", "layer_overhead", "reserved_bytes"):
         return "" if number >= 0 else "0 or more"
     if name in ("efficiency", "usable"):

@@ -95,6 +95,8 @@ def _last_document(model: Stage, prompt: list[int]) -> list[int]:
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if bool(torch.isnan(logits).any()) or not bool(torch.isfinite(logits.max())):
+        raise UserError("The model's answer is not finite: its weights are too large to compute with.")
     if temperature == 0:
         return int(logits.argmax())
     if top_k and top_k < logits.numel():

@@ -54,6 +54,8 @@ def load_master(run: str | Path) -> Master:
 def _check_shapes(path: Path, weights: dict[str, Tensor], model: ModelConfig) -> None:
     """Before a model is built: one of the wrong size might not fit any memory."""
     shapes = parameter_shapes(model) if model.layers <= len(weights) else {"layers": None}
+    if "embedding.weight" in shapes:  # a tied head has no parameter of its own, and is kept all the same
+        shapes |= dict.fromkeys({"head.weight"} & weights.keys(), shapes["embedding.weight"])
     for name, shape in shapes.items():
         if name not in weights or weights[name].shape != shape:
             seen = f"is {tuple(weights[name].shape)}" if name in weights else "is missing"

@@ -6,7 +6,7 @@ it: every part of the kind, the shape and the names that a fresh engine has, eve
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,11 @@ def _same_kind(path: Path, what: str, found: Any, expected: Any) -> None:
     elif isinstance(expected, bool | str):
         good = isinstance(found, type(expected))
     else:
-        good = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
+        good = (
+            isinstance(found, int | float)
+            and not isinstance(found, bool)
+            and abs(found) <= sys.float_info.max
+        )
         good = good or (found is None and not isinstance(expected, int | float))
     if not good:
         raise CheckpointError(f"'{path}': the {what} is {_told(found)}; this run has {_told(expected)}.")
