@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors",
         "torch_private",
     },
+    "torchtitan": {"pipeline", "optim", "schedule", "errors"},
     "study": {"train", "data", "metrics", "plan", "config", "schedule", "errors"},
     "bench": {
         "pipeline",

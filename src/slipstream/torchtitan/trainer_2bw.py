@@ -1,0 +1,170 @@
+"""torchtitan's trainer on Schedule2BW.
+
+Everything is torchtitan's, built in its order, but for this: the pieces of the model have copies (`stages.py`), the
+engine is made last, when weights and optimizer are there, and a training step hands one group to it. A step's
+microbatches are those of all its accumulation steps: m = accumulation steps x microbatches of a local batch. The
+gradient is a sum over tokens divided by their global number, as torchtitan's is; the engine reduces, clips, steps and
+publishes.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config.override import derive
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+from slipstream.pipeline.runtime import Schedule2BW
+from slipstream.torchtitan.checkpoint import Banks, CheckpointManager2BW
+from slipstream.torchtitan.optimizers import Optimizers2BW, only
+from slipstream.torchtitan.refusals import check
+from slipstream.torchtitan.settings import Settings
+from slipstream.torchtitan.stages import Copies, mesh_of, stage_of
+
+Batch = tuple[dict[str, Tensor], Tensor]
+
+
+class Trainer2BW(Trainer):
+    """See the module docstring."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        slipstream: Settings = field(default_factory=Settings)
+
+    def __init__(self, config: Config) -> None:
+        self._landed = False
+        self._engine: Schedule2BW | None = None
+        if config.checkpoint.create_seed_checkpoint:  # of one rank, without a pipeline
+            super().__init__(config)
+            return
+        check(config)
+        settings = config.slipstream
+        spec = config.model_spec
+        assert spec is not None
+        config.model_spec = replace(spec, pipelining_fn=partial(self._cut, spec.pipelining_fn))
+        config.checkpoint = derive(config.checkpoint, CheckpointManager2BW.Config)
+        if settings.optimizer is not None:
+            options = {**settings.optimizer_options, "lr": settings.lr}
+            config.optimizer = derive(
+                config.optimizer, Optimizers2BW.Config, name=settings.optimizer, options=options
+            )
+        super().__init__(config)
+        self._engine = self.pp_schedule = self._built(settings)
+        if config.validator.enable:
+            self._validate_by_groups()
+        banks = Banks(self._engine, self.optimizers, lambda: self.step, self.train_context)
+        assert isinstance(self.checkpointer, CheckpointManager2BW)
+        self.checkpointer.attach(banks)
+
+    @property
+    def microbatches(self) -> int:
+        """m: of a step, on this rank."""
+        return self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
+
+    def _cut(self, cut: Any, model: nn.Module, *, parallelize_fn: Any, **how: Any) -> Any:
+        """torchtitan's own cut, with copies. Its schedule is dropped for the engine, which has to wait for weights."""
+        count = self.config.slipstream.replicas(self.parallel_dims.pp, self.microbatches)
+        self._copies = Copies(parallelize_fn, count)
+        return cut(model, parallelize_fn=self._copies, **how)
+
+    def _built(self, settings: Settings) -> Schedule2BW:
+        master, dims = self.model_parts[0], self.parallel_dims
+        cutover = settings.old_part(dims.pp, self.microbatches)
+        logger.info(f"slipstream: {self.microbatches} microbatches, of which {cutover} read the bank")
+        return Schedule2BW(
+            stage_of(master, dims, self.device),
+            self.microbatches,
+            self._loss,
+            lambda module: only(self.optimizers),
+            settings.correction,
+            self.config.training.max_norm,
+            synchronous=settings.synchronous,
+            cutover=cutover,
+            in_flight=settings.in_flight,
+            mesh=mesh_of(dims),
+            replicas=self._copies.materialise(self.device),
+            scale_grads=False,
+            data_reduction="sum",
+            timeout=settings.timeout_seconds,
+        )
+
+    def _loss(self, output: Any, target: Tensor, **kwargs: Any) -> Tensor:
+        return self.loss_fn(output, target, **kwargs)[0]
+
+    def _validate_by_groups(self) -> None:
+        """The engine evaluates a whole group at a time: as many tokens as before, in fewer and larger steps."""
+        validator, folded = self.validator, self.gradient_accumulation_steps
+        validator.pp_schedule = self._engine
+        validator.local_batch_size *= folded
+        if validator.config.steps != -1:
+            validator.config = replace(validator.config, steps=math.ceil(validator.config.steps / folded))
+
+    # A step -----------------------------------------------------------------------------------------------
+
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
+        rates = self.lr_schedulers.get_metrics()
+        self.checkpointer.maybe_wait_for_staging()  # an update may write the master at any time from here on
+        batches = [next(data_iterator) for _ in range(self.microbatches)]
+        local = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum().to(self.device)
+        tokens = local
+        if self.parallel_dims.dp_enabled:
+            tokens = dist_utils.dist_sum_tensor(local.clone(), self.parallel_dims.get_mesh("batch"))
+        loss = self.forward_backward_step(
+            input_dict=[self._on_device(inputs) for inputs, _ in batches],
+            labels=[labels.to(self.device) for _, labels in batches],
+            global_valid_tokens=tokens,
+        ).detach()
+        self.lr_schedulers.step()
+        if self.metrics_processor.should_log(self.step):
+            self._log(loss, local, tokens, rates)
+
+    def _on_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+
+    def _log(self, loss: Tensor, local: Tensor, tokens: Tensor, rates: dict[str, float]) -> None:
+        """torchtitan's line. The norm is that of the newest update that is done, which is not this step's."""
+        assert self._engine is not None
+        mean = most = float(loss)
+        seen: float = self.ntokens_seen
+        if self.parallel_dims.dp_enabled:
+            mesh = self.parallel_dims.get_optional_mesh("loss")
+            mean = dist_utils.dist_sum(loss, mesh)
+            most = dist_utils.dist_max(loss * tokens / local, mesh)
+            seen = dist_utils.dist_sum(
+                torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device), mesh
+            )
+        if not math.isfinite(mean):
+            raise RuntimeError(f"Loss is not finite ({mean}) at step {self.step}. Stopping training.")
+        norms = self._engine.grad_norms
+        newest = max(norms, default=None)
+        extra = {"n_tokens_seen": seen, "slipstream/skipped_steps": self._engine.skipped, **rates}
+        if newest is not None:
+            extra["slipstream/step_of_grad_norm"] = newest + 1
+        norm = math.nan if newest is None else norms[newest]
+        self.metrics_processor.log(self.step, mean, most, norm, extra_metrics=extra)
+
+    # The end ----------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        super().train()
+        self.land()
+
+    def land(self) -> None:
+        """Let every step that was handed in update the master. On all ranks together."""
+        if self._engine is not None:
+            with self.train_context():
+                self._engine.drain()
+        self._landed = True
+
+    def close(self) -> None:
+        super().close()
+        if self._engine is not None:
+            failed = None if self._landed else RuntimeError("training did not end")
+            self._engine.__exit__(type(failed), failed, None)
