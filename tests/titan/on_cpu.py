@@ -43,10 +43,10 @@ def summed(model):
             module.set_force_sum_reduction_for_comms(True)
 
 
-assert cpu_device
-metrics.build_device_memory_monitor = NoMemoryMonitor
-dist_utils.set_pg_timeouts = lambda **_: None
-fsdp.disable_fsdp_gradient_division = summed
+if cpu_device.ON_CPU:
+    metrics.build_device_memory_monitor = NoMemoryMonitor
+    dist_utils.set_pg_timeouts = lambda **_: None
+    fsdp.disable_fsdp_gradient_division = summed
 
 
 def row(index):

@@ -1,24 +1,34 @@
-"""Training runs of torchtitan, one after the other: `job.py JSON`, a list of
+"""Training runs of torchtitan, one after the other: `job.py FILE`, a JSON list of
 
-{"kind": "stock" | "2bw" | "seed", "ranks": ..., "folder": ..., "config": {dotted name: value}, "settings": {...}}
+{"kind": "stock" | "2bw" | "seed" | "emulated", "ranks": ..., "folder": ..., "config": {dotted name: value},
+ "settings": {those of with_2bw}, "recompute": whether activations are}
 
 The ranks of a run are forked from this process, which has imported torch and torchtitan: that takes longer than a run.
+Under torchrun (on GPUs, which do not survive a fork) this process is a rank.
 """
 
 import json
 import os
 import sys
 import traceback
+from pathlib import Path
 
-import on_cpu  # first: it patches what torchtitan reads when it is imported
+import on_cpu  # isort: skip  (first: it patches what torchtitan reads when it is imported)
+import emulated
 import torch
 from torch.distributed import TCPStore
+from torchtitan.distributed.activation_checkpoint import FullAC
 
 from slipstream.torchtitan import with_2bw
 
 
-def train(kind, folder, config, settings=None):
+def train(kind, folder, config, settings=None, recompute=False, **more):
+    if kind == "emulated":
+        emulated.train(folder, config, settings or {}, **more)
+        return
     made = on_cpu.debug_config(folder)
+    if recompute:
+        made.activation_checkpoint = FullAC.Config()
     if kind == "2bw":
         made = with_2bw(made, **(settings or {}))
     on_cpu.change(made, config)
@@ -75,6 +85,11 @@ def run(ranks, **job):
 
 
 if __name__ == "__main__":
-    for each in json.loads(sys.argv[1]):
-        if not run(**each):
+    for each in json.loads(Path(sys.argv[1]).read_text()):
+        if "RANK" in os.environ:
+            if int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
+                os.environ["LOCAL_RANK"] = "0"  # ranks that share a GPU
+            each.pop("ranks")
+            train(**each)
+        elif not run(**each):
             sys.exit(f"{each['kind']} in {each['folder']} failed")
