@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from slipstream.errors import UserError
+
+if TYPE_CHECKING:
+    from slipstream.train.master import Master
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -21,6 +24,10 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
     folder: Annotated[Path, typer.Argument(help="The folder to make.")],
     dtype: Annotated[str, typer.Option(help=f"Type of the weights: {', '.join(_DTYPES)}.")] = "float32",
+    tasks: Annotated[
+        Path | None,
+        typer.Option(help="Also make this folder: tasks for lm_eval out of the run's held-out text."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Write the newest weights as a folder that transformers loads, with config and tokenizer.
@@ -37,6 +44,10 @@ def export(
     from slipstream.train.master import load_master, own_names
 
     master = load_master(run)
+    if tasks is not None and (master.model is None or master.tokenizer is None):
+        raise UserError(
+            "--tasks asks a text of a model that lm_eval can load: this run has no tokenizer or its own model."
+        )
     if master.model is None:
         write_own(own_names(master), folder, tokenizer=master.tokenizer, dtype=getattr(torch, dtype))
         _say(folder, f"{master.config.model.module}, state dict", dtype, master.step, as_json)
@@ -45,11 +56,49 @@ def export(
     weights, model = master.weights, master.model
     write(weights, model, folder, tokenizer=master.tokenizer, sequence=sequence, dtype=getattr(torch, dtype))
     _say(folder, hugging_face_class(model), dtype, master.step, as_json)
+    if tasks is not None:
+        _write_tasks(master, tasks, folder, as_json)
     if as_json:
         return
     if master.tokenizer is None:
         print("The run's data has no tokenizer.json, so the folder has no tokenizer.")
     print(f"Next: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+
+
+def _write_tasks(master: Master, tasks: Path, folder: Path, as_json: bool) -> None:
+    from slipstream.data.tokenizer import Tokenizer
+    from slipstream.data.tokens import TokenDataset
+    from slipstream.models.stages import build_model
+    from slipstream.train.sources import data_folder, datasets
+    from slipstream.train.tasks import own_loss, write_tasks
+
+    assert master.tokenizer is not None
+    assert master.model is not None
+    _, held_out = datasets(master.config, data_folder(master.config))
+    if not isinstance(held_out, TokenDataset):
+        raise UserError("--tasks needs shards, and the run's data is a function (data.module).")
+    windows = master.config.train.eval_batches * held_out.batch_size
+    written = write_tasks(tasks, held_out, Tokenizer.load(master.tokenizer), windows)
+    model = build_model(master.model, 0)
+    model.load_state_dict(master.weights, strict=False)
+    ours = own_loss(model, written.windows)
+    if as_json:
+        shown = {
+            "tasks": str(tasks),
+            "windows": len(written.windows),
+            "left_out": written.left_out,
+            "loss": ours,
+        }
+        print(json.dumps(shown))
+        return
+    print(
+        f"{tasks}: {len(written.windows)} windows ({written.left_out} left out), {written.documents} documents, "
+        f"{written.questions} questions. Our loss on these windows: {ours:.4f}"
+    )
+    print(
+        f"Next: lm_eval --model hf --model_args pretrained={folder},dtype=float32 --include_path {tasks} "
+        "--tasks held_out_windows,held_out_documents,held_out_choice"
+    )
 
 
 def _say(folder: Path, kind: str, dtype: str, step: int, as_json: bool) -> None:
