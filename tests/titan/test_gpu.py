@@ -8,7 +8,7 @@ import pytest
 from nccl.conftest import library, surroundings
 from titan.conftest import Runs
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(3600)]
 __all__ = ["library", "surroundings"]  # fixtures
 TOLERANCE = 1e-4  # float32 on a GPU, sums in another order
 UNCLIPPED = {"training.max_norm": 100.0}

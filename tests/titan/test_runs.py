@@ -6,7 +6,7 @@ Every run is started once, by `trained`, and takes part of a minute on an idle c
 import pytest
 import torch
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]  # the runs of all tests are the first one's
 LAYOUTS = {"P=2": {}, "P=2 x FSDP 2": {"fsdp": 2}, "P=2 x TP 2": {"tp": 2}}
 DELAY = {"cutover": 3}
 TOLERANCE = 1e-5
