@@ -22,12 +22,15 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._jobs, self._names = folder, [], set()
-        self.add("seed", kind="seed", config={"checkpoint.create_seed_checkpoint": True})
+        for model in ("llama3", "qwen3"):
+            self.add(f"seed {model}", "seed", model=model, config={"checkpoint.create_seed_checkpoint": True})
 
     def checkpoint(self, name: str, step: int) -> str:
         return str(self.folder / name / "checkpoint" / f"step-{step}")
 
-    def add(self, name, kind="2bw", stages=1, fsdp=1, tp=1, load=None, config=None, **more):
+    def add(
+        self, name, kind="2bw", stages=1, fsdp=1, tp=1, load=None, config=None, model="llama3", **more
+    ) -> None:
         """A run from the seed, or from checkpoint `load`, with one row of a microbatch on each data rank."""
         assert name not in self._names, name
         self._names.add(name)
@@ -41,7 +44,7 @@ class Runs:
             "checkpoint.enable": True,
         }
         if kind != "seed":
-            settings["checkpoint.initial_load_path"] = load or self.checkpoint("seed", 0)
+            settings["checkpoint.initial_load_path"] = load or self.checkpoint(f"seed {model}", 0)
             settings["checkpoint.initial_load_model_only"] = load is None
             settings["checkpoint.load_only"] = True
         folder = str(self.folder / name)
@@ -51,6 +54,8 @@ class Runs:
             "folder": folder,
             "config": settings | (config or {}),
         }
+        if kind != "emulated":
+            job["model"] = model
         self._jobs.append(job | more)
 
     def start(self, launcher: Sequence[str] = (), surroundings: Mapping[str, str] | None = None) -> None:

@@ -1,7 +1,7 @@
 """Training runs of torchtitan, one after the other: `job.py FILE`, a JSON list of
 
 {"kind": "stock" | "2bw" | "seed" | "emulated", "ranks": ..., "folder": ..., "config": {dotted name: value},
- "settings": {those of with_2bw}, "recompute": whether activations are}
+ "settings": {those of with_2bw}, "recompute": whether activations are, "model": llama3 or qwen3}
 
 The ranks of a run are forked from this process, which has imported torch and torchtitan: that takes longer than a run.
 Under torchrun (on GPUs, which do not survive a fork) this process is a rank.
@@ -22,11 +22,11 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from slipstream.torchtitan import with_2bw
 
 
-def train(kind, folder, config, settings=None, recompute=False, **more):
+def train(kind, folder, config, settings=None, recompute=False, model="llama3", **more):
     if kind == "emulated":
         emulated.train(folder, config, settings or {}, **more)
         return
-    made = on_cpu.debug_config(folder)
+    made = on_cpu.debug_config(folder, model)
     if recompute:
         made.activation_checkpoint = FullAC.Config()
     if kind == "2bw":

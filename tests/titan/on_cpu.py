@@ -18,6 +18,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
 
 VOCABULARY, LENGTH = 64, 32  # of the tokens drawn, which leave something to learn, and of a row
 
@@ -94,9 +95,13 @@ class NoTokenizer(BaseTokenizer):
     decode = get_vocab_size = encode
 
 
-def debug_config(folder, **given):
-    """torchtitan's debug Llama. `given`: dotted names of its config, as {"training.steps": 3}."""
-    config = llama3_debugmodel()
+MODELS = {"llama3": llama3_debugmodel, "qwen3": qwen3_debugmodel}
+
+
+def debug_config(folder, model="llama3", **given):
+    """torchtitan's debug model. `given`: dotted names of its config, as {"training.steps": 3}."""
+    config = MODELS[model]()
+    config.model_spec.model.enable_weight_tying = False
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.loss = config.loss.loss_fn  # in one piece

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from slipstream.errors import ConfigError, UserError
 
@@ -19,7 +21,10 @@ from slipstream.pipeline.versions import Versions
 from slipstream.schedule.cutover import Cutover, never
 from slipstream.torchtitan import Settings, with_2bw
 from slipstream.torchtitan.configs import configs_of
+from slipstream.torchtitan.optimizers import Optimizers2BW
 from slipstream.torchtitan.refusals import check, refused
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "torchtitan"
 
 
 def ready(source=llama3_debugmodel, **parallelism):
@@ -104,11 +109,27 @@ def test_ready_modules_have_torchtitans_configs_under_their_names(module):
     assert found.training.disable_cuda_graphs
 
 
+@pytest.mark.parametrize("name", ["debug", "large"])
+def test_the_example_is_a_config(name, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    stages = ["--parallelism.pipeline_parallel_degree", "2"]
+    check(ConfigManager().parse_args(["--module", "llama3_2bw", "--config", name, *stages]))
+
+
+@pytest.mark.parametrize("module", [torch.nn.LayerNorm(8), torch.nn.Linear(8, 8, bias=False)])
+def test_a_stage_without_matrices_or_without_anything_else_is_saved_and_loaded(module):
+    made = Optimizers2BW(
+        Optimizers2BW.Config(name="muon", options={"lr": 0.25}), model_parts=[torch.nn.Sequential(module)]
+    )
+    made.load_state_dict(made.state_dict())
+    (optimizer,) = made
+    assert [entry["lr"] for entry in optimizer.param_groups] == [0.25, 0.25]
+    assert {len(entry["params"]) == 0 for entry in optimizer.param_groups} == {True, False}
+
+
 @pytest.mark.parametrize("correction", ["error_feedback", "none", "delay_compensation"])
 @pytest.mark.parametrize("cutover", [None, 0, 2, 8])
 def test_as_many_copies_are_made_as_the_engine_asks_for(correction, cutover):
-    import torch
-
     if correction == "delay_compensation" and cutover == 2:
         pytest.skip("a correction of the gradient takes no mixed group")
     settings = Settings(correction=correction, cutover=cutover)

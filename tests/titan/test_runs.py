@@ -20,12 +20,12 @@ SAVED = {"checkpoint.load_only": False, "checkpoint.interval": 10, "checkpoint.l
 HAS_PIPELINES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
 
 
-def add_stock(runs, name, layout):
+def add_stock(runs, name, layout, **more):
     """torchtitan's pipelines need torch 2.14; below that its own accumulation over the same microbatches stands in."""
     if HAS_PIPELINES:
-        runs.add(name, "stock", stages=2, **layout)
+        runs.add(name, "stock", stages=2, **layout, **more)
     else:
-        runs.add(name, "stock", config={"training.local_batch_size": 1}, **layout)
+        runs.add(name, "stock", config={"training.local_batch_size": 1}, **layout, **more)
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,8 @@ def trained(runs):
     for layout, how in LAYOUTS.items():
         add_stock(runs, f"stock {layout}", how)
         runs.add(f"flushed {layout}", stages=2, settings={"cutover": 0}, **how)
+    add_stock(runs, "stock qwen3", {}, model="qwen3")
+    runs.add("flushed qwen3", stages=2, settings={"cutover": 0}, model="qwen3")
     runs.add("emulated", "emulated", settings=DELAY, config=UNCLIPPED)
     runs.add("delayed", stages=2, settings=DELAY, config=UNCLIPPED)
     runs.add("folded", stages=2, settings=DELAY, config=UNCLIPPED | {"training.local_batch_size": 2})
@@ -76,6 +78,10 @@ def test_without_delay_it_is_stock_torchtitan(trained, layout):
     found, expected = trained.norms(f"flushed {layout}"), trained.norms(f"stock {layout}")
     assert min(expected.values()) > 1.0  # every step was clipped
     assert found == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_another_model_is_stock_torchtitans_too(trained):
+    same(trained, "flushed qwen3", "stock qwen3", WHOLE)
 
 
 def test_with_delay_it_is_the_emulator(trained):

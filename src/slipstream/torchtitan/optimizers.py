@@ -27,6 +27,15 @@ class Optimizers2BW(OptimizersContainer):
         self._validate_params(parameters)
         self._post_init(parameters)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """A stage may have no matrices, or nothing else: torchtitan finds a group by a name in it, and empties this."""
+        before = [[dict(entry) for entry in made.param_groups] for made in self.optimizers]
+        super().load_state_dict(state_dict)
+        for made, entries in zip(self.optimizers, before, strict=True):
+            for entry, kept in zip(made.param_groups, entries, strict=True):
+                if not entry["params"]:
+                    entry.update(kept)
+
 
 def named(optimizer: Optimizer, module: nn.Module) -> Optimizer:
     """With the names under which torchtitan saves the state of each parameter."""
