@@ -76,7 +76,7 @@ REST = range(11, 21)
 def test_without_delay_it_is_stock_torchtitan(trained, layout):
     same(trained, f"flushed {layout}", f"stock {layout}", WHOLE)
     found, expected = trained.norms(f"flushed {layout}"), trained.norms(f"stock {layout}")
-    assert min(expected.values()) > 1.0  # every step was clipped
+    assert sum(norm > 1.0 for norm in expected.values()) > 10  # most steps were clipped
     assert found == pytest.approx(expected, rel=TOLERANCE)
 
 

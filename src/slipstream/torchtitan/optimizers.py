@@ -26,15 +26,18 @@ class Optimizers2BW(OptimizersContainer):
         parameters = [p for made in self.optimizers for entry in made.param_groups for p in entry["params"]]
         self._validate_params(parameters)
         self._post_init(parameters)
+        for made in self.optimizers:
+            made.register_load_state_dict_pre_hook(_with_empty_groups)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """A stage may have no matrices, or nothing else: torchtitan finds a group by a name in it, and empties this."""
-        before = [[dict(entry) for entry in made.param_groups] for made in self.optimizers]
-        super().load_state_dict(state_dict)
-        for made, entries in zip(self.optimizers, before, strict=True):
-            for entry, kept in zip(made.param_groups, entries, strict=True):
-                if not entry["params"]:
-                    entry.update(kept)
+
+def _with_empty_groups(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A stage may have no matrices, or nothing else. torchtitan finds what belongs to a group by a name in it, so such
+    a group comes back with nothing: it keeps what it has."""
+    groups = [
+        saved if saved["params"] else {**own, **saved}
+        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    return {**state, "param_groups": groups}
 
 
 def named(optimizer: Optimizer, module: nn.Module) -> Optimizer:
