@@ -99,3 +99,15 @@ def test_a_module_that_has_a_part_of_its_weights_does_not_save_zeros_for_the_res
         assert "gathered_master" in said
         assert same
         assert complete
+
+
+def test_a_whole_state_loads_into_fsdp_with_a_cutover(pool):
+    """Without a correction two parts of a group and the next group read two replicas: what is one must stay one."""
+    options = {"tied": False, "cutover": 2, "correction": "none"}
+    head = pool.run("pipeline.mesh_jobs:train", 1, "plain", ranks=1, groups=range(3), **options)
+    (expected,) = pool.run("pipeline.mesh_jobs:train", 1, "plain", ranks=1, **options)
+    for result in pool.run(
+        "pipeline.mesh_jobs:train", 1, "fsdp", ranks=2, state=head[0]["state"], groups=range(3, 8), **options
+    ):
+        for name, weight in expected["weights"].items():
+            assert (result["weights"][name] - weight).norm() / weight.norm() < 1e-6, name

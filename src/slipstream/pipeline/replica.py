@@ -60,6 +60,12 @@ class Replica:
                 self.weights[i].untyped_storage().resize_(self.freed.pop(i))
 
 
+def blank_like(replica: Replica) -> Replica:
+    """Memory for one more set of weights, of zeros, that no forward reads."""
+    parameters = [nn.Parameter(torch.zeros_like(p), requires_grad=False) for p in replica.parameters]
+    return Replica(replica.module, replica.call, parameters, [local(p) for p in parameters])
+
+
 def check_replicas(
     master: Replica, replicas: Sequence[Replica], count: int, dtype: torch.dtype | None
 ) -> None:

@@ -1,0 +1,37 @@
+"""States at boundaries where few replicas are left, or where what was captured is still being copied."""
+
+import pytest
+
+from pipeline import tiny
+from slipstream import Emulator, cloned_state
+
+M, GROUPS = 4, 5
+
+
+def flushed(group):
+    return group == 2
+
+
+def build(correction="none"):
+    return Emulator(
+        tiny.Model(), M, tiny.loss_fn, tiny.momentum, correction=correction, cutover=2, synchronous=flushed
+    )
+
+
+def train(emulator, groups):
+    return [loss.item() for group in groups for loss in emulator.step(*tiny.batch(group))]
+
+
+@pytest.mark.parametrize("correction", ["none", "error_feedback"])
+@pytest.mark.parametrize("stop", range(GROUPS))
+def test_a_state_beside_a_flush_goes_on(stop, correction):
+    """Before a flush, the two parts of a group may read all replicas there are, and the next group has none yet."""
+    expected = train(build(correction), range(GROUPS))
+    emulator = build(correction)
+    before = train(emulator, range(stop))
+    state = cloned_state(emulator.state_dict())
+    assert set(state["banks"]) == {"current", "next"}
+    after = build(correction)
+    after.load_state_dict(state)
+    assert before + train(after, range(stop, GROUPS)) == expected
+    assert before + train(emulator, range(stop, GROUPS)) == expected, "taking a state changes nothing"
