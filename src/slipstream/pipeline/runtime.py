@@ -39,12 +39,12 @@ from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, merged
 from slipstream.pipeline.modules import check_layers, evaluating, split_shared
 from slipstream.pipeline.options import Options
 from slipstream.pipeline.peers import Alone
-from slipstream.pipeline.plan import check_optimizer, peers_of, planned
+from slipstream.pipeline.plan import check_optimizer, optimizer_of, peers_of, planned
 from slipstream.pipeline.replica import Prepare
 from slipstream.pipeline.sharding import collapse, materialised, refuse_to_save
 from slipstream.pipeline.torch_stage import read_stage
 from slipstream.pipeline.trace import Trace
-from slipstream.pipeline.update import Updater, no_optimizer
+from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import Versions
 from slipstream.schedule.actions import Kind
 from slipstream.schedule.cutover import Cutover, GivenCutover, free_cutover
@@ -133,7 +133,7 @@ class Schedule2BW:
             self._versions.owned = self._peers.owned
             collapse(self._versions, self._peers.owned)
         assert optimizer is not None
-        self.optimizer = optimizer(module) if list(module.parameters()) else no_optimizer()
+        self.optimizer = optimizer_of(optimizer, module)
         check_optimizer(self._versions, self.optimizer, correction, plan.rows)
         compact = compact_master is not False and self._made_compact(correction, needed=bool(compact_master))
         self._partial = shard_optimizer or compact

@@ -27,7 +27,7 @@ def collapse(versions: Versions, owned: Sequence[int]) -> None:
     for index, parameter in enumerate(versions.master.parameters):
         if index not in keep:
             parameter.requires_grad_(False)
-            parameter.data = torch.zeros(1, dtype=parameter.dtype, device=parameter.device).expand(
+            parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(
                 parameter.shape
             )
             versions.master.weights[index] = local(parameter)
