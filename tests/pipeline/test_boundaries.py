@@ -3,6 +3,7 @@
 import pytest
 
 from pipeline import tiny
+from pipeline.cutover_jobs import Copying
 from slipstream import Emulator, cloned_state
 
 M, GROUPS = 4, 5
@@ -35,3 +36,14 @@ def test_a_state_beside_a_flush_goes_on(stop, correction):
     after.load_state_dict(state)
     assert before + train(after, range(stop, GROUPS)) == expected
     assert before + train(emulator, range(stop, GROUPS)) == expected, "taking a state changes nothing"
+
+
+@pytest.mark.parametrize("write", ["load_state_dict", "spread_master"])
+def test_what_is_being_copied_is_not_written(write):
+    emulator = build()
+    train(emulator, range(2))
+    state = cloned_state(emulator.state_dict())
+    copying = Copying()
+    emulator.hold(copying)
+    emulator.load_state_dict(state) if write == "load_state_dict" else emulator.spread_master()
+    assert copying.done

@@ -111,9 +111,9 @@ class Muon(Optimizer):
                 state = self.state[parameter]
                 state["momentum_buffer"] = state["momentum_buffer"].to(dtype)
 
-    def close(self) -> None:
-        """Give back the process groups over which sharded matrices travel."""
-        self._groups.close()
+    def close(self, failed: bool = False) -> None:
+        """Give back the process groups over which sharded matrices travel. `failed`: another rank may be gone."""
+        self._groups.close(failed)
 
     def _exchange_groups(self) -> Exchanges:
         return Exchanges(

@@ -33,6 +33,18 @@ def collapse(versions: Versions, owned: Sequence[int]) -> None:
             versions.master.weights[index] = local(parameter)
 
 
+def make_whole(versions: Versions) -> None:
+    """A compact master gets its memory back for good: nobody will put it together any more, and reading freed memory is
+    no error but a crash. The replicas give theirs. What other data ranks own stays with them."""
+    if versions.compact is None:
+        return
+    versions.compact.open()
+    versions.compact = None
+    versions.partial = len(versions.owned) < len(versions.names)
+    for replica in versions.replicas:
+        replica.free()
+
+
 def refuse_to_save(versions: Versions) -> None:
     """A module that has only a part of its weights must not save the rest as zeros."""
 

@@ -125,6 +125,7 @@ def restore(updater: Updater, state: State) -> None:
     Where the optimizer is sharded this is for all data ranks together: each puts in what it owns.
     """
     state = upgraded(state)
+    updater.await_copies()
     for versions in updater.versions:
         owned = versions.owned  # where the optimizer is sharded, the rest of the master has no memory here
         _require([versions.names[i] for i in owned], state["master"], "master")

@@ -88,6 +88,12 @@ class Updater:
         """Whether a captured state is still being copied."""
         return any(not copied.query() for copied in self._copies)
 
+    def await_copies(self) -> None:
+        """Before anything that was captured is written: the device waits for its copies."""
+        while self._copies:
+            device = self.parameters[0].device
+            self._copies.pop().wait(torch.cuda.current_stream(device) if device.type == "cuda" else None)
+
     def forget(self) -> None:
         """Drop what is known of recent groups: a state was loaded, and they may come again."""
         self.grad_norms.clear()
@@ -235,9 +241,7 @@ class Updater:
     def _step_and_publish(
         self, group: int, grads: Gradients, norm: float
     ) -> Generator[Wait, None, list[Written]]:
-        while self._copies:
-            device = self.parameters[0].device
-            self._copies.pop().wait(torch.cuda.current_stream(device) if device.type == "cuda" else None)
+        self.await_copies()
         finite = math.isfinite(norm)
         targets: list[Written] = []
         for versions in self.versions:
