@@ -1,10 +1,14 @@
 """States at boundaries where few replicas are left, or where what was captured is still being copied."""
 
 import pytest
+import torch
+from torch import nn
 
 from pipeline import tiny
 from pipeline.cutover_jobs import Copying
 from slipstream import Emulator, cloned_state
+from slipstream.pipeline.versions import Versions
+from slipstream.schedule.cutover import Cutover, never
 
 M, GROUPS = 4, 5
 
@@ -47,3 +51,19 @@ def test_what_is_being_copied_is_not_written(write):
     emulator.hold(copying)
     emulator.load_state_dict(state) if write == "load_state_dict" else emulator.spread_master()
     assert copying.done
+
+
+def test_replicas_that_are_views_of_one_buffer_keep_it():
+    """A part of them is written where the optimizer is sharded: memory of the whole cannot come back for a part."""
+
+    def flat():
+        module = nn.Linear(3, 3)
+        buffer = torch.zeros(12)
+        module.weight.data, module.bias.data = buffer[:9].view(3, 3), buffer[9:]
+        return module
+
+    ready = [flat() for _ in range(3)]
+    versions = Versions(nn.Linear(3, 3), Cutover(M, 2, never), ready=ready, parks=True)
+    for replica in versions.replicas:
+        replica.allocate([1])
+        assert all(weight.untyped_storage().nbytes() for weight in replica.weights[1:])

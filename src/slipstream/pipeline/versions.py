@@ -97,7 +97,8 @@ class Versions:
         self._unchecked = [name for name in self.buffers if name not in caches(master)]
         # FSDP2 keeps views of its shards' memory; those are small.
         cut = any(isinstance(p, DTensor) for p in self.master.parameters)
-        self.parks = parks and len(self.replicas) > delay + 1 and not cut
+        alone = all(replica.owns_memory for replica in self.replicas)
+        self.parks = parks and len(self.replicas) > delay + 1 and not cut and alone
         self.targets(0)
         self.spread()
 
