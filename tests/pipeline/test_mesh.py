@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pipeline.mesh_jobs import swings
 from slipstream import merge_states
 
 
@@ -111,3 +112,14 @@ def test_a_whole_state_loads_into_fsdp_with_a_cutover(pool):
     ):
         for name, weight in expected["weights"].items():
             assert (result["weights"][name] - weight).norm() / weight.norm() < 1e-6, name
+
+
+@pytest.mark.parametrize("in_flight", [None, 5])
+def test_a_sharded_optimizer_and_a_compact_master_follow_any_cutover(pool, in_flight):
+    options = {"cutover": swings, "bank_dtype": torch.bfloat16, "in_flight": in_flight, "groups": range(9)}
+    plain = pool.run("pipeline.mesh_jobs:train", 2, "plain", ranks=4, **options)
+    for compact in (False, True):
+        found = pool.run("pipeline.mesh_jobs:train", 2, "zero1", ranks=4, compact_master=compact, **options)
+        for one, other in zip(found, plain, strict=True):
+            assert one["losses"] == other["losses"]
+            assert all(torch.equal(one["weights"][name], weight) for name, weight in other["weights"].items())
