@@ -7,6 +7,7 @@ from torch import nn
 from pipeline import tiny
 from pipeline.cutover_jobs import Copying
 from slipstream import Emulator, cloned_state
+from slipstream.optim.muon import Muon
 from slipstream.pipeline.versions import Versions
 from slipstream.schedule.cutover import Cutover, never
 
@@ -67,3 +68,12 @@ def test_replicas_that_are_views_of_one_buffer_keep_it():
     for replica in versions.replicas:
         replica.allocate([1])
         assert all(weight.untyped_storage().nbytes() for weight in replica.weights[1:])
+
+
+def test_momentum_of_its_own_dtype_loads_where_another_rank_owns_a_matrix():
+    """Such a matrix requires no gradient here and has no state."""
+    matrices = [nn.Parameter(torch.zeros(3, 3)), nn.Parameter(torch.zeros(3, 3), requires_grad=False)]
+    optimizer = Muon([{"params": matrices, "algorithm": "muon", "state_dtype": "bfloat16"}])
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state[matrices[0]]["momentum_buffer"].dtype == torch.bfloat16
+    assert not optimizer.state.get(matrices[1])
