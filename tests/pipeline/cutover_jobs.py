@@ -188,3 +188,16 @@ def lose(world, cutover):
             os.kill(os.getpid(), signal.SIGKILL)
         jobs.step(world, schedule, group, rows=ROWS)
     torch.distributed.barrier()
+
+
+def closed(world, **options):
+    """Whether the module that a closed schedule leaves holds the weights it had, and can be saved."""
+    schedule = jobs.build(world, m=M, compact_master=True, **{**options, "cutover": 2})
+    for group in range(3):
+        jobs.step(world, schedule, group, rows=ROWS)
+    expected, module = jobs.weights(schedule), schedule._versions.module
+    schedule.close()
+    assert all(p.untyped_storage().nbytes() for p in module.parameters()), "freed memory would be read"
+    assert schedule.master is module
+    found = module.state_dict()
+    return all(torch.equal(found[name], weight) for name, weight in expected.items())

@@ -10,7 +10,7 @@ from slipstream import Schedule2BW, UserError
 M, GROUPS = 4, 8
 
 
-def train(world, stages, mode, optimizer="adamw", tied=True, state=None, groups=range(GROUPS)):
+def train(world, stages, mode, optimizer="adamw", tied=True, state=None, groups=range(GROUPS), **settings):
     """Each data rank takes its half of every microbatch; returns losses, whole weights, state."""
     stage_index, data_rank = world.mesh(stages)
     degree = world.size // stages
@@ -37,7 +37,7 @@ def train(world, stages, mode, optimizer="adamw", tied=True, state=None, groups=
     stage = PipelineStage(module, stage_index, stages, torch.device("cpu"), group=pipelines[data_rank])
     schedule = Schedule2BW(
         stage, M, tiny.loss_fn, make, max_grad_norm=0.3, data_group=columns[stage_index] if degree > 1 else None,
-        shard_optimizer=mode == "zero1", timeout=120, **options,
+        shard_optimizer=mode == "zero1", timeout=120, **options, **settings,
     )  # fmt: skip
     if state is not None:
         schedule.load_state_dict(state[world.rank] if isinstance(state, list) else state)
@@ -154,3 +154,8 @@ def saving(world):
         found = whole.state_dict()
         same = all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     return said, same, found.keys() == expected.keys()
+
+
+def swings(group):
+    """A cutover of nothing, of some and of all microbatches, all of them twice in a row."""
+    return (0, 3, 4, 2, 4, 4, 1)[group % 7]

@@ -116,3 +116,8 @@ def test_wrong_use_says_what_to_change(pool):
     refused("Adadelta does not allow", optimizer=tiny.adadelta)
     for message in pool.run("pipeline.cutover_jobs:unread", ranks=1, **EF)[0]:
         assert "gathered_master" in message
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_a_closed_schedule_leaves_is_a_whole_module(pool, stages):
+    assert pool.run("pipeline.cutover_jobs:closed", ranks=stages, **EF) == [True] * stages

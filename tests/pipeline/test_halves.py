@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slipstream.pipeline.halves import join, round_into, split
@@ -27,7 +27,18 @@ ties = st.integers(-(2**15), 2**15 - 1).map(lambda upper: (upper << 16) + (1 << 
 @given(st.lists(patterns | ties, min_size=1, max_size=40))
 def test_every_bit_comes_back(bits):
     whole, _, back = halves(bits)
-    assert torch.equal(back.view(torch.int32), whole.view(torch.int32))
+    number = ~whole.isnan()
+    assert torch.equal(back.view(torch.int32)[number], whole.view(torch.int32)[number])
+
+
+@given(
+    st.lists(patterns | st.integers(1 - (1 << 16), (1 << 16) - 1).map(lambda n: n ^ 0x7FFFFFFF), min_size=1)
+)
+@example([0x7FFFFFFF, -1, 0x7FC00000, 0x7FFF8000, -0x8000])
+def test_what_is_not_a_number_stays_so_and_nothing_becomes_one(bits):
+    whole, high, back = halves([(n + (1 << 31)) % (1 << 32) - (1 << 31) for n in bits])
+    assert torch.equal(high.isnan(), whole.isnan())
+    assert torch.equal(back.isnan(), whole.isnan())
 
 
 @given(st.lists(patterns | ties, min_size=1, max_size=40))
@@ -50,7 +61,7 @@ def test_the_upper_half_is_the_nearest_and_ties_go_away_from_zero(bits):
 def test_the_ends_of_the_line(value):
     bits = torch.tensor([value]).view(torch.int32).tolist()
     whole, high, back = halves(bits)
-    assert torch.equal(back.view(torch.int32), whole.view(torch.int32))
+    assert torch.equal(back.view(torch.int32), whole.view(torch.int32)) or math.isnan(value)
     assert math.isnan(high.item()) == math.isnan(value)
     assert math.copysign(1, high.item()) == math.copysign(1, value) or math.isnan(value)
 

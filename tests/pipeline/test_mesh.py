@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pipeline.mesh_jobs import swings
 from slipstream import merge_states
 
 
@@ -99,3 +100,26 @@ def test_a_module_that_has_a_part_of_its_weights_does_not_save_zeros_for_the_res
         assert "gathered_master" in said
         assert same
         assert complete
+
+
+def test_a_whole_state_loads_into_fsdp_with_a_cutover(pool):
+    """Without a correction two parts of a group and the next group read two replicas: what is one must stay one."""
+    options = {"tied": False, "cutover": 2, "correction": "none"}
+    head = pool.run("pipeline.mesh_jobs:train", 1, "plain", ranks=1, groups=range(3), **options)
+    (expected,) = pool.run("pipeline.mesh_jobs:train", 1, "plain", ranks=1, **options)
+    for result in pool.run(
+        "pipeline.mesh_jobs:train", 1, "fsdp", ranks=2, state=head[0]["state"], groups=range(3, 8), **options
+    ):
+        for name, weight in expected["weights"].items():
+            assert (result["weights"][name] - weight).norm() / weight.norm() < 1e-6, name
+
+
+@pytest.mark.parametrize("in_flight", [None, 5])
+def test_a_sharded_optimizer_and_a_compact_master_follow_any_cutover(pool, in_flight):
+    options = {"cutover": swings, "bank_dtype": torch.bfloat16, "in_flight": in_flight, "groups": range(9)}
+    plain = pool.run("pipeline.mesh_jobs:train", 2, "plain", ranks=4, **options)
+    for compact in (False, True):
+        found = pool.run("pipeline.mesh_jobs:train", 2, "zero1", ranks=4, compact_master=compact, **options)
+        for one, other in zip(found, plain, strict=True):
+            assert one["losses"] == other["losses"]
+            assert all(torch.equal(one["weights"][name], weight) for name, weight in other["weights"].items())

@@ -108,12 +108,12 @@ class Muon(Optimizer):
         for group in self.param_groups:
             dtype = STATE_DTYPES[group["state_dtype"]] if group["algorithm"] == "muon" else None
             for parameter in group["params"] if dtype is not None else ():
-                state = self.state[parameter]
-                state["momentum_buffer"] = state["momentum_buffer"].to(dtype)
+                if state := self.state.get(parameter):  # none where another data rank owns it
+                    state["momentum_buffer"] = state["momentum_buffer"].to(dtype)
 
-    def close(self) -> None:
-        """Give back the process groups over which sharded matrices travel."""
-        self._groups.close()
+    def close(self, failed: bool = False) -> None:
+        """Give back the process groups over which sharded matrices travel. `failed`: another rank may be gone."""
+        self._groups.close(failed)
 
     def _exchange_groups(self) -> Exchanges:
         return Exchanges(

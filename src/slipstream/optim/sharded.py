@@ -82,9 +82,9 @@ class Exchanges:
     def __getitem__(self, ranks: Ranks) -> Group:
         return self._groups[ranks]
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         for meeting in self._meetings.values():
-            meeting.close()
+            meeting.close(failed)
 
 
 @dataclass(frozen=True)

@@ -234,6 +234,7 @@ class Emulator:
     def spread_master(self) -> None:
         """The master was changed from outside: the groups to come read it, as after a flush."""
         self.drain()
+        self._updater.await_copies()
         with torch.no_grad():
             self._updater.peers.agree([w for versions in self._versions for w in versions.master.weights])
             for versions in self._versions:

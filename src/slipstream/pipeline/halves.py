@@ -4,8 +4,9 @@
 
 `high` is the upper half of the pattern, rounded: to the nearest bfloat16, and away from zero where two are as near.
 So it is good as a weight by itself, and with `low` gives the float32 back exactly, infinities and zeros with a sign
-included. (The usual rounding, ties to even, would need one more value of `low` than 16 bits have.) Every
-copy of a float32 master into bfloat16 weights is rounded so: a master in halves and a plain one give the same bits.
+included; what is not a number stays so, in both. (The usual rounding, ties to even, would need one more value of `low`
+than 16 bits have.) Every copy of a float32 master into bfloat16 weights is rounded so: a master in halves and a plain
+one give the same bits.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ def round_into(outs: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
     for out, whole in zip(outs, wholes, strict=True):
         if _narrows(out, whole):
             out.view(torch.int16).copy_(whole.view(torch.int32).add(HALF).bitwise_right_shift_(16))
+            out.masked_fill_(
+                whole.isnan(), torch.nan
+            )  # CUDA's own, 0x7fffffff, would be rounded up to a zero
 
 
 @torch.no_grad()

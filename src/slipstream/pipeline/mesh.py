@@ -108,7 +108,7 @@ class Mesh:
         self.in_step = self.groups.kind == "nccl" and any(row.cut for row in rows)
         self._summed = summed
         self._here = grid.data.index(grid.rank)
-        self._sharded = any(row.owner >= 0 for row in rows)
+        self.sharded = any(row.owner >= 0 for row in rows)
         self.owned = [i for i, row in enumerate(rows) if row.owner in (-1, self._here)]
         self.counted = [row.counted and not self._counted_elsewhere(i) for i, row in enumerate(rows)]
 
@@ -149,7 +149,7 @@ class Mesh:
     def tie(self, grads: Gradients) -> Steps:
         for name, indices in sorted(self._ties.items()):
             total = sum_present([grads[index] for index in indices])
-            if name in self._tie_groups and not (self._sharded and indices[0] not in self.owned):
+            if name in self._tie_groups and not (self.sharded and indices[0] not in self.owned):
                 total = self._present(grads, indices[0]) if total is None else total.clone()
                 yield from self._tie_groups[name].all_reduce(total)
             hand_out(total, grads, indices)
@@ -176,7 +176,7 @@ class Mesh:
         return waiting(self._control.all_reduce(vector), self._control, self._timeout_seconds)
 
     def gather(self, weights: Sequence[Tensor]) -> Steps:
-        if not self._sharded or len(self._grid.data) == 1:
+        if not self.sharded or len(self._grid.data) == 1:
             return
         under_way: list[tuple[Wait, Bucket, int]] = []
         group = self._over[self._grid.data]

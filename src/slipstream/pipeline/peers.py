@@ -100,6 +100,7 @@ class Peers(Protocol):
 
     owned: list[int]  # parameters whose master and optimizer state live on this rank
     counted: list[bool]  # whether this rank's slot of a parameter enters the norm
+    sharded: bool  # whether data ranks own different parameters: the same answer on all of them
     in_step: bool  # whether an update's collectives must stand at one place among the microbatches of all data ranks
 
     @property
@@ -133,6 +134,7 @@ class Peers(Protocol):
 class Alone:
     """One process that holds the whole model. `ties`: lists of indices of parameters that are one weight."""
 
+    sharded = False
     in_step = False
     groups: Groups | None = None
 

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -21,7 +21,7 @@ from slipstream.pipeline.mesh import Mesh
 from slipstream.pipeline.peers import Alone
 from slipstream.pipeline.placement import Grid, Placement, grid_of, owned_rows, place
 from slipstream.pipeline.torch_stage import StageInfo
-from slipstream.pipeline.update import check_covers
+from slipstream.pipeline.update import check_covers, no_optimizer
 from slipstream.pipeline.versions import Versions
 
 
@@ -79,6 +79,18 @@ def peers_of(
         gradient_dtype=gradient_dtype,
         timeout_seconds=timeout,
     )
+
+
+def optimizer_of(factory: Callable[[nn.Module], Optimizer], module: nn.Module) -> Optimizer:
+    """What the user's factory makes of a stage, and a stand-in where there is nothing to train: no parameters, frozen
+    ones, or on a data rank that owns none of them. A factory that asks for what is trainable then finds nothing, which
+    torch's optimizers refuse."""
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        try:
+            return factory(module) if list(module.parameters()) else no_optimizer()
+        except ValueError:
+            return no_optimizer()
+    return factory(module)
 
 
 def check_optimizer(

@@ -46,6 +46,11 @@ class Replica:
     readers: set[Part] = field(default_factory=set)
     freed: dict[int, int] = field(default_factory=dict)  # bytes of a weight's storage while it has none
 
+    @property
+    def owns_memory(self) -> bool:
+        """Whether each weight has a storage to itself, which may be given back; views of one buffer have not."""
+        return all(weight.untyped_storage().nbytes() == weight.nbytes for weight in self.weights)
+
     def free(self, indices: Iterable[int] | None = None) -> None:
         """Give the memory of weights back (all: None); the tensors stay, and mean nothing until they are written."""
         for i in range(len(self.weights)) if indices is None else indices:
@@ -58,6 +63,12 @@ class Replica:
         for i in list(self.freed) if indices is None else indices:
             if i in self.freed:
                 self.weights[i].untyped_storage().resize_(self.freed.pop(i))
+
+
+def blank_like(replica: Replica) -> Replica:
+    """Memory for one more set of weights, of zeros, that no forward reads."""
+    parameters = [nn.Parameter(torch.zeros_like(p), requires_grad=False) for p in replica.parameters]
+    return Replica(replica.module, replica.call, parameters, [local(p) for p in parameters])
 
 
 def check_replicas(

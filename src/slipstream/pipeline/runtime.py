@@ -39,12 +39,12 @@ from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, merged
 from slipstream.pipeline.modules import check_layers, evaluating, split_shared
 from slipstream.pipeline.options import Options
 from slipstream.pipeline.peers import Alone
-from slipstream.pipeline.plan import check_optimizer, peers_of, planned
+from slipstream.pipeline.plan import check_optimizer, optimizer_of, peers_of, planned
 from slipstream.pipeline.replica import Prepare
-from slipstream.pipeline.sharding import collapse, materialised, refuse_to_save
+from slipstream.pipeline.sharding import collapse, make_whole, materialised, refuse_to_save
 from slipstream.pipeline.torch_stage import read_stage
 from slipstream.pipeline.trace import Trace
-from slipstream.pipeline.update import Updater, no_optimizer
+from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import Versions
 from slipstream.schedule.actions import Kind
 from slipstream.schedule.cutover import Cutover, GivenCutover, free_cutover
@@ -133,7 +133,7 @@ class Schedule2BW:
             self._versions.owned = self._peers.owned
             collapse(self._versions, self._peers.owned)
         assert optimizer is not None
-        self.optimizer = optimizer(module) if list(module.parameters()) else no_optimizer()
+        self.optimizer = optimizer_of(optimizer, module)
         check_optimizer(self._versions, self.optimizer, correction, plan.rows)
         compact = compact_master is not False and self._made_compact(correction, needed=bool(compact_master))
         self._partial = shard_optimizer or compact
@@ -274,13 +274,15 @@ class Schedule2BW:
         """The master was changed from outside (weights loaded, averaged, pruned): the groups to come read it, as after
         a flush. On all ranks together; data ranks and tied weights take the values of the first of them."""
         self.drain()
+        self._updater.await_copies()
         with torch.no_grad(), self.gathered_master():
             self._peers.agree(self._versions.master.weights)
             self._versions.spread()
 
     def capture(self) -> states.State:
         """The state at the boundary this stage has reached, without draining: for `after_update`. Its tensors are the
-        live ones, good until the next update: copy what is to be kept (`cloned_state`)."""
+        live ones: copy what is to be kept (`cloned_state`) before `after_update` returns, or `hold` them. A bank gives
+        its memory back once its group has read it."""
         return states.capture(self._updater)
 
     def state_dict(self) -> states.State:
@@ -368,15 +370,18 @@ class Schedule2BW:
         """
         if self._closed:
             return
-        if self._failed is None:
-            self.drain()
-        self._closed = True
         failed = self._failed is not None
+        if not failed:
+            self.drain()
+            self._updater.await_copies()
+            make_whole(self._versions)
+            self._partial = self._versions.partial
+        self._closed = True
         self._failed = self._failed or "it was closed"
         self._links.close()
         self._peers.close()
         if isinstance(self.optimizer, Muon):
-            self.optimizer.close()
+            self.optimizer.close(failed)
         if self._peers.groups is not None:
             self._peers.groups.close(failed)
         self._flight.clear()

@@ -27,10 +27,22 @@ def collapse(versions: Versions, owned: Sequence[int]) -> None:
     for index, parameter in enumerate(versions.master.parameters):
         if index not in keep:
             parameter.requires_grad_(False)
-            parameter.data = torch.zeros(1, dtype=parameter.dtype, device=parameter.device).expand(
+            parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(
                 parameter.shape
             )
             versions.master.weights[index] = local(parameter)
+
+
+def make_whole(versions: Versions) -> None:
+    """A compact master gets its memory back for good: nobody will put it together any more, and reading freed memory is
+    no error but a crash. The replicas give theirs. What other data ranks own stays with them."""
+    if versions.compact is None:
+        return
+    versions.compact.open()
+    versions.compact = None
+    versions.partial = len(versions.owned) < len(versions.names)
+    for replica in versions.replicas:
+        replica.free()
 
 
 def refuse_to_save(versions: Versions) -> None:

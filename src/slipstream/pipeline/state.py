@@ -125,6 +125,7 @@ def restore(updater: Updater, state: State) -> None:
     Where the optimizer is sharded this is for all data ranks together: each puts in what it owns.
     """
     state = upgraded(state)
+    updater.await_copies()
     for versions in updater.versions:
         owned = versions.owned  # where the optimizer is sharded, the rest of the master has no memory here
         _require([versions.names[i] for i in owned], state["master"], "master")
@@ -132,8 +133,8 @@ def restore(updater: Updater, state: State) -> None:
         if versions.compact is None:
             copy_([versions.master.weights[i] for i in owned], list(master.values()))
         versions.restore(_banks(versions, state, master))
-        for replica in versions.replicas:
-            for step in updater.peers.gather(replica.weights) if replica.readers else ():
+        for replica in versions.in_use():
+            for step in updater.peers.gather(replica.weights):
                 step.wait()
         # Not the caches: those of before are as good as ever, and another one's need not fit.
         saved = {name: state["buffers"][name] for name in versions.buffers if name in state["buffers"]}
@@ -169,28 +170,25 @@ def _banks(versions: Versions, state: State, master: dict[int, Tensor]) -> dict[
     published is the master, as after a flush.
     """
     boundary = state["group"]
+    # By where they come from, not by their memory: data ranks share alike, also one that owns nothing of a stage.
+    sources = {"master": master}
     banks: dict[Part, dict[int, Tensor]] = {}
-    shared: dict[tuple, dict[int, Tensor]] = {}
     if versions.compact is not None:
-        banks[THE_MASTER] = shared[_addresses(master)] = master
+        banks[THE_MASTER] = master
     for group in range(boundary, boundary + versions.delay + 1):
         name = bank_name(group - boundary)
         for part, read in versions.parts(group):
-            bank = state["banks"].get(name)
             if read.index > boundary:
                 continue  # published later
             newest = read.kind == "master" and read.index == boundary
-            if bank is None or newest or not state["published"].get(name, True):
-                bank = state["master"]
-            _require([versions.names[i] for i in versions.owned], bank, f"bank '{name}'")
-            tensors = {i: _fit(versions, bank, i) for i in versions.owned}
-            # Parts that read the same tensors share a replica.
-            banks[part] = shared.setdefault(_addresses(tensors), tensors)
+            saved = name in state["banks"] and state["published"].get(name, True)
+            source = name if saved and not newest else "master"
+            if source not in sources:
+                bank = state["banks"][name]
+                _require([versions.names[i] for i in versions.owned], bank, f"bank '{name}'")
+                sources[source] = {i: _fit(versions, bank, i) for i in versions.owned}
+            banks[part] = sources[source]
     return banks
-
-
-def _addresses(tensors: Mapping[int, Tensor]) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() for tensor in tensors.values())
 
 
 def _fit(versions: Versions, tensors: Mapping[str, Tensor], index: int) -> Tensor:

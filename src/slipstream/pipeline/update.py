@@ -88,11 +88,17 @@ class Updater:
         """Whether a captured state is still being copied."""
         return any(not copied.query() for copied in self._copies)
 
+    def await_copies(self) -> None:
+        """Before anything that was captured is written: the device waits for its copies."""
+        while self._copies:
+            device = self.parameters[0].device
+            self._copies.pop().wait(torch.cuda.current_stream(device) if device.type == "cuda" else None)
+
     def forget(self) -> None:
         """Drop what is known of recent groups: a state was loaded, and they may come again."""
         self.grad_norms.clear()
         self.heard.clear()
-        self.awaited = self.completed - 1
+        self.awaited = self._reduced = self.completed - 1
 
     def enter(self, group: int) -> None:
         """Group `group` enters: its update will use the hyperparameters of this moment."""
@@ -110,8 +116,6 @@ class Updater:
 
     def begin(self, group: int, grads: Gradients) -> None:
         """The last backward of `group` is done; `grads` now belong to its update."""
-        for gather in self._gathers:  # before the reductions of this update, on every data rank
-            gather.start()
         self._pending.append(_Transaction(group, self._steps(group, grads)))
         self.advance()
 
@@ -168,6 +172,10 @@ class Updater:
         self.finish_bank(max((each.group for each in (*self._pending, *self._gathers)), default=-1))
 
     def _steps(self, group: int, grads: Gradients) -> Iterator[Wait]:
+        # Before the reductions of this update on every data rank, also where it began before the update before it was
+        # done: they share a process group.
+        for gather in self._gathers:
+            gather.start()
         yield from self.peers.reduce(grads)
         self._reduced = group
         yield from self.peers.tie(grads)
@@ -220,8 +228,7 @@ class Updater:
 
     def _put_off(self, versions: Versions, target: Target) -> bool:
         """A bank is not read before the group after next: until the one before it is dead, its owners keep it."""
-        sharded = len(self.peers.owned) < len(self.parameters)
-        return sharded and versions.parks and target.read.kind == "bank" and not self.peers.in_step
+        return self.peers.sharded and versions.parks and target.read.kind == "bank" and not self.peers.in_step
 
     def _gather_late(self, versions: Versions, target: Target, group: int) -> Iterator[Wait]:
         yield _Room(versions, group + 1)
@@ -234,9 +241,7 @@ class Updater:
     def _step_and_publish(
         self, group: int, grads: Gradients, norm: float
     ) -> Generator[Wait, None, list[Written]]:
-        while self._copies:
-            device = self.parameters[0].device
-            self._copies.pop().wait(torch.cuda.current_stream(device) if device.type == "cuda" else None)
+        self.await_copies()
         finite = math.isfinite(norm)
         targets: list[Written] = []
         for versions in self.versions:

@@ -29,6 +29,7 @@ from slipstream.pipeline.replica import (
     Part,
     Prepare,
     Replica,
+    blank_like,
     caches,
     check_replicas,
     copy_fixed,
@@ -96,7 +97,8 @@ class Versions:
         self._unchecked = [name for name in self.buffers if name not in caches(master)]
         # FSDP2 keeps views of its shards' memory; those are small.
         cut = any(isinstance(p, DTensor) for p in self.master.parameters)
-        self.parks = parks and len(self.replicas) > delay + 1 and not cut
+        alone = all(replica.owns_memory for replica in self.replicas)
+        self.parks = parks and len(self.replicas) > delay + 1 and not cut and alone
         self.targets(0)
         self.spread()
 
@@ -214,6 +216,10 @@ class Versions:
         found = {group: replica for (group, fresh), replica in reading.items() if fresh}
         return found | {group: replica for (group, fresh), replica in reading.items() if not fresh}
 
+    def in_use(self) -> list[Replica]:
+        """The replicas that are read, in the order of what they hold: the same order on all data ranks."""
+        return list({id(replica): replica for replica in self._reading.values()}.values())
+
     def apart(self, boundary: int) -> dict[int, Replica]:
         """A replica for each group from `boundary` on, shared with no other; what is not published yet has one too.
 
@@ -224,7 +230,12 @@ class Versions:
             replica = self.banks().get(group)
             taken = [id(other) for other in found.values()]
             if replica is None or id(replica) in taken:
-                free = next(r for r in self.replicas if not r.readers and id(r) not in taken)
+                free = next((r for r in self.replicas if not r.readers and id(r) not in taken), None)
+                if (
+                    free is None
+                ):  # this group's two parts read them all; what is published later has no place yet
+                    assert replica is None, f"group {group} has no replica of its own"
+                    free = blank_like(self.replicas[0])
                 free.allocate()
                 if replica is not None:
                     copy_(free.weights, replica.weights)

@@ -1,0 +1,72 @@
+"""Data ranks queue the collectives of their updates in one order, whenever the norm of an update comes."""
+
+import torch
+
+from pipeline import tiny
+from slipstream.optim.corrections import build_correction
+from slipstream.pipeline.peers import Alone, Heard
+from slipstream.pipeline.update import Updater
+from slipstream.pipeline.versions import Versions
+from slipstream.schedule.cutover import Cutover, never
+
+M, GROUPS = 4, 4
+
+
+class Answer:
+    """Of another rank: there, or not yet."""
+
+    def __init__(self, here):
+        self.here = here
+
+    def is_completed(self):
+        return self.here
+
+    def wait(self):
+        self.here = True
+
+
+class Told(Alone):
+    """A data rank that owns every second parameter. It notes what it queues; norms come when they are let in."""
+
+    sharded = True
+
+    def __init__(self, count, late):
+        super().__init__(count)
+        self.owned = list(range(0, count, 2))
+        self.late, self.queued = late, []
+
+    def reduce(self, grads):
+        self.queued.append("reduce")
+        yield Answer(True)
+
+    def gather(self, weights):
+        self.queued.append("gather")
+        yield Answer(True)
+
+    def exchange(self, squares, tally):
+        yield Answer(not self.late)
+        return Heard(squares.tolist(), False, [0.0], [0.0])
+
+
+def queued(cutover, late):
+    versions = Versions(tiny.Model(), Cutover(M, cutover, never), looks_ahead=True, parks=True)
+    peers = Told(len(versions.names), late)
+    versions.owned = peers.owned
+    optimizer = torch.optim.SGD(versions.module.parameters(), lr=0.1)
+    updater = Updater([versions], optimizer, build_correction("error_feedback"), None, peers)
+    for group in range(GROUPS):
+        updater.finish_bank(group - 2)  # as a stage does before it reads the bank
+        updater.enter(group)
+        if cutover(group) < M:
+            updater.finish(group - 1)
+        updater.begin(group, [torch.zeros_like(weight) for weight in versions.master.weights])
+    updater.finish_all()
+    return peers.queued
+
+
+def test_a_late_norm_changes_no_order():
+    for cutover in (lambda group: M, lambda group: 2, lambda group: (M, 2, 0)[group % 3]):
+        found = queued(cutover, late=True)
+        assert found == queued(cutover, late=False)
+        assert found.count("reduce") == GROUPS
+        assert "gather" in found
