@@ -201,3 +201,15 @@ def closed(world, **options):
     assert schedule.master is module
     found = module.state_dict()
     return all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def reloaded(world, **options):
+    """A capture of a compact master, loaded as it is, right where it was taken."""
+    schedule = jobs.build(world, m=M, cutover=2, compact_master=True, **options)
+    for group in range(3):
+        jobs.step(world, schedule, group, rows=ROWS)
+    schedule.drain()
+    before = jobs.weights(schedule)
+    schedule.load_state_dict(schedule.capture())
+    after = jobs.weights(schedule)
+    return all(torch.equal(after[name], weight) for name, weight in before.items())

@@ -84,6 +84,10 @@ def test_a_state_captured_without_a_drain_is_whole(pool, cutover):
             assert torch.equal(tail[1][name], weight), name
 
 
+def test_a_capture_loads_as_it_is(pool):
+    assert pool.run("pipeline.cutover_jobs:reloaded", ranks=2, **EF) == [True, True]
+
+
 def test_a_skipped_group_leaves_the_weights(pool):
     for case in ({**EF, "cutover": 3}, {**EF, "correction": "none", "cutover": 3}):
         losses, weights = emulate(poisoned=3, **case)

@@ -170,7 +170,7 @@ def test_rows_that_cannot_be_run_say_why_and_a_penalty_from_elsewhere_is_marked(
     assert "Our own nearest figure is" in told
     with pytest.raises(SystemExit):
         main(
-            ["plan", "--model", "llama3-70b", "--devices", "512", "--device", "h200", "--batch-tokens", "16M"]
+            ["plan", "--model", "llama3-70b", "--devices", "128", "--device", "h200", "--batch-tokens", "1M"]
         )
     told = " ".join(capsys.readouterr().out.split())
     assert "That penalty was not measured at this size:" in told

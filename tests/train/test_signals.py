@@ -167,7 +167,9 @@ def test_a_second_signal_kills(runs, undisturbed):
     assert process.poll() is None
     while working() and time.monotonic() < deadline:
         process.send_signal(signal.SIGTERM)  # one that comes too soon after the first is taken for the same
-        patience = time.monotonic() + 20  # the process may be slow; a signal after its last word would kill it
+        patience = (
+            time.monotonic() + 20
+        )  # the process may be slow; a signal after its last word would kill it
         while working() and time.monotonic() < patience:
             time.sleep(0.1)
     code, output = ended(process)

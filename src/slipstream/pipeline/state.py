@@ -194,7 +194,7 @@ def _banks(versions: Versions, state: State, master: dict[int, Tensor]) -> dict[
 def _fit(versions: Versions, tensors: Mapping[str, Tensor], index: int) -> Tensor:
     """The saved tensor of one parameter, as the local tensor this rank holds."""
     name = versions.names[index]
-    saved = local(_placed(tensors[name], versions.master.parameters[index]))
+    saved = local(_placed(whole(tensors[name]), versions.master.parameters[index]))
     expected = versions.master.weights[index].shape
     if saved.shape != expected:
         raise CheckpointError(
