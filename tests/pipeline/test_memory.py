@@ -1,7 +1,5 @@
 """The bytes that a stage holds for each parameter at its worst moment are those the planner counts."""
 
-import pytest
-
 from pipeline.memory_jobs import LAYERS
 from slipstream.pipeline import compact, gradients
 from slipstream.plan import memory
@@ -16,24 +14,29 @@ def planned(**settings):
     return sum(value for part, value in found.items() if part != "transient")
 
 
+def within(found, least, most):
+    """How long gradients wait is up to the clock: at best no group's do when the next one's come."""
+    assert all(least - SLACK < each < most + SLACK for each in found), found
+
+
 def test_of_each_stage(pool):
-    """The first one is the last to end a group: its gradients need not wait, if the others answer in time."""
     found = pool.run("pipeline.memory_jobs:peak", 4, 8, ranks=4, compact_master=True)
-    assert found[1:] == pytest.approx([planned(fresh=True) + BUCKET] * 3, abs=SLACK)
-    at_best = planned(fresh=True, waiting=False) + BUCKET
-    assert at_best - SLACK < found[0] < planned(fresh=True) + BUCKET + SLACK
+    assert (planned(fresh=True, waiting=False), planned(fresh=True)) == (16, 18)
+    within(found, planned(fresh=True, waiting=False) + BUCKET, planned(fresh=True) + BUCKET)
 
 
 def test_of_a_sharded_optimizer(pool):
     found = pool.run("pipeline.memory_jobs:peak", 2, 8, ranks=4, sharded=True, compact_master=True)
-    assert found == pytest.approx([planned(fresh=True, shards=2) + BUCKET] * 4, abs=SLACK)
+    least, most = (planned(fresh=True, shards=2, waiting=waiting) + BUCKET for waiting in (False, True))
+    assert (least, most) == (14, 15)
+    within(found, least, most)
 
 
-def test_a_plain_master_takes_two_bytes_more_and_a_copy(pool):
+def test_a_plain_master_takes_two_bytes_more_and_a_copy_of_itself_in_the_step(pool):
     found = pool.run("pipeline.memory_jobs:peak", 4, 8, ranks=4)
-    assert max(found) == pytest.approx(24, abs=SLACK)
+    within(found, planned(fresh=True, waiting=False) + 4, planned() + 4)
     old = pool.run("pipeline.memory_jobs:peak", 4, 8, ranks=4, cutover=8)
-    assert max(old) == pytest.approx(planned() + 4, abs=SLACK), "z_g during the step"
+    within(old, planned(waiting=False) + 4, planned() + 4)
 
 
 def test_the_planner_knows_the_sizes_of_the_engine():
