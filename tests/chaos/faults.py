@@ -40,7 +40,7 @@ class Kind:
     damage: Callable[[random.Random, Path], None] | None = (
         None  # done to the case's folder after the run has stopped
     )
-    refused: str = ""  # what the next start says; then the damage is mended
+    refused: str = ""  # what the next start says; then the damage is repaired
     disk: str = ""  # "run" or "checkpoints": a disk of its own
     started_by: str = "launcher"  # or "ranks": each rank as torchrun starts it
     fewest_ranks: int = 1
@@ -207,7 +207,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("link cut", "stops", _anyone("tell"), LATE + r"|onnection", started_by="ranks", fewest_ranks=2,
          needs_root=True, weight=2, extra={"line": "cut"}),
     Kind("link cut for a moment", "either", _anyone("tell"), LATE + r"|onnection", started_by="ranks", fewest_ranks=2,
-         needs_root=True, weight=1, extra={"line": "cut", "mended_after": 1.0}),
+         needs_root=True, weight=1, extra={"line": "cut", "repaired_after": 1.0}),
     Kind("link slow", "goes on", _anyone("tell"), started_by="ranks", fewest_ranks=2, needs_root=True, weight=1,
          extra={"line": "slow"}),
 )  # fmt: skip

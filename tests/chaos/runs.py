@@ -116,8 +116,8 @@ def _from_outside(spec: Spec, kind: Kind | None, place: Path, started: list, lin
             line.delay_seconds = 0.05
             return
         line.cut = True
-        if "mended_after" in kind.extra:
-            time.sleep(kind.extra["mended_after"])
+        if "repaired_after" in kind.extra:
+            time.sleep(kind.extra["repaired_after"])
             line.cut = False
 
 
