@@ -189,7 +189,7 @@ def _after(
 
 
 def _refused(case: Case, kind: Kind, folder: Path, after: Layout) -> bool:
-    """The next start sees the damage and says so; then it is mended."""
+    """The next start sees the damage and says so; then it is repaired."""
     again = run(folder, after, {"kind": "none"})
     refused = again.codes != [0] and re.search(kind.refused, again.said) and "Traceback" not in again.said
     if not refused:
