@@ -29,15 +29,20 @@ def words(error: BaseException) -> str:
     said = str(error).lower()
     if isinstance(error, TimeoutError):
         return "no answer within the timeout"
-    return next((meaning for part, meaning in _MEANINGS.items() if part in said), "the connection failed")
+    if meant := next((meaning for part, meaning in _MEANINGS.items() if part in said), None):
+        return meant
+    return "the connection failed" if _is_a_librarys(said) else str(error)
+
+
+def _is_a_librarys(said: str) -> bool:
+    return any(name in said for name in _SPOKEN_BY)
 
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether a library of torch's tells that another rank is gone or silent."""
     if any(kind.__name__ == "DistError" for kind in type(error).__mro__):
         return True
-    said = str(error).lower()
-    return isinstance(error, RuntimeError) and any(name in said for name in _SPOKEN_BY)
+    return isinstance(error, RuntimeError) and _is_a_librarys(str(error).lower())
 
 
 def others(ranks: Sequence[int], own: int) -> str:
@@ -56,6 +61,6 @@ def own_words(rank: int, size: int, timeout_seconds: float) -> Iterator[None]:
     except Exception as error:
         if size == 1 or not is_lost_peer(error):
             raise
-        raise StageError(
-            f"Rank {rank} lost {others(range(size), rank)}: {words(error)} ({timeout_seconds:g} s)."
-        ) from error
+        said = words(error)
+        limit = "" if said == str(error) else f" ({timeout_seconds:g} s)"  # our own words have their own
+        raise StageError(f"Rank {rank} lost {others(range(size), rank)}: {said}{limit}.") from error
