@@ -45,21 +45,23 @@ def test_pool_runs_jobs_of_several_sizes_and_recovers(cold, capfd, monkeypatch):
             pool.run("distributed.jobs:total", 0, ranks=3)
 
 
-def test_ranks_print_where_they_are_when_they_are_asked(pool, capfd):
-    """`kill -USR2` of the launcher; a rank that prints goes on."""
+def test_ranks_print_where_they_are_when_they_are_asked(capfd):
+    """`kill -USR2` of the launcher; a rank that prints goes on. Ranks of its own: they print where it does."""
     over = threading.Event()
+    with RankPool(2) as pool:
+        pool.run("distributed.jobs:total", 0)
 
-    def ask():
-        while not over.wait(0.2):
-            pool.show_stacks()
+        def ask():
+            while not over.wait(0.2):
+                pool.show_stacks()
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        pool.run("distributed.jobs:pause", 1.5, ranks=2)
-    finally:
-        over.set()
-        thread.join()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        try:
+            pool.run("distributed.jobs:pause", 1.5)
+        finally:
+            over.set()
+            thread.join()
     assert "in pause" in capfd.readouterr().err
 
 
