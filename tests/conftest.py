@@ -46,6 +46,16 @@ def quick(monkeypatch):
 
 
 @pytest.fixture(scope="session")
+def made(tmp_path_factory) -> Path:
+    """A finished run with its data, to be copied and damaged."""
+    from fuzz.valid import make_run
+
+    folder = tmp_path_factory.mktemp("made")
+    make_run(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def pool(warm_starts):
     """Four ranks for every test of this process. One that is lost is replaced."""
     from slipstream.distributed import RankPool

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fuzz.valid import ROOT, make_export, make_run, make_shards
+from fuzz.valid import ROOT, make_export, make_shards
 from slipstream.cli import main
 from train.test_forged import newest, seal
 
@@ -33,13 +33,6 @@ class Bomb:
 
     def __reduce__(self):
         return Path.touch, (self.mark,)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
-    make_run(folder)
-    return folder
 
 
 @pytest.fixture

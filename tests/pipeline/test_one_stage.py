@@ -35,6 +35,14 @@ def batch(group=0):
     return x, y
 
 
+def test_a_closed_schedule_says_that_it_was_closed():
+    closed = schedule()
+    closed.close()
+    closed.close()
+    with pytest.raises(UserError, match="This schedule was closed"):
+        closed.step(batch()[0], target=batch()[1])
+
+
 class Named(nn.Module):
     """Returns a dictionary, or a list, as models from elsewhere do."""
 

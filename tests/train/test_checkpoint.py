@@ -79,6 +79,15 @@ def test_round_trip_is_exact(tmp_path):
     assert_same(tree, state(7))
 
 
+def test_an_older_checkpoint_is_taken_with_a_word(tmp_path, caplog):
+    save(tmp_path, 7, 8)
+    newest = checkpoint.locate(tmp_path)
+    next(newest.glob("*.safetensors")).write_bytes(b"")
+    assert checkpoint.locate(tmp_path) == checkpoint.folder_of(tmp_path, 7)
+    assert "is truncated or padded: 0 bytes" in caplog.text
+    assert "Looking for an older checkpoint" in caplog.text
+
+
 def test_only_wanted_names_are_read(tmp_path):
     save(tmp_path, 7)
     path = checkpoint.locate(tmp_path)

@@ -11,19 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fuzz.valid import make_run, tiny
+from fuzz.valid import tiny
 from slipstream.errors import CheckpointError, UserError
 from slipstream.train import checkpoint
 from slipstream.train.checkpoint import _sealed
 from slipstream.train.master import load_master
 from slipstream.train.session import run_rank
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
-    make_run(folder)
-    return folder
 
 
 @pytest.fixture

@@ -21,18 +21,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from slipstream.errors import StageError, UserError
+from slipstream.errors import UserError
 from slipstream.optim.corrections import Correction, build_correction, check_mixed
 from slipstream.optim.muon import Muon
 from slipstream.pipeline import state as states
-from slipstream.pipeline.checks import (
-    check_inputs,
-    named_ties,
-)
+from slipstream.pipeline.checks import check_inputs, named_ties
 from slipstream.pipeline.compact import not_compact
 from slipstream.pipeline.depth import Depth
 from slipstream.pipeline.flight import Flight, Result
 from slipstream.pipeline.fsdp import give_back, sum_gradients
+from slipstream.pipeline.guard import Guard
 from slipstream.pipeline.links import Links
 from slipstream.pipeline.mesh import Mesh
 from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, merged
@@ -147,8 +145,7 @@ class Schedule2BW:
             self._stage, options, self._versions, self._links, self._updater, self._depth, self._trace,
             self._loss,
         )  # fmt: skip
-        self._failed: str | None = None
-        self._closed = False
+        self._guarded = Guard(self._stage.index, lambda: self._updater.in_hook)
         self.group = 0  # groups handed in
 
     def _made_compact(self, correction: Correction, needed: bool) -> bool:
@@ -368,16 +365,15 @@ class Schedule2BW:
 
         What is in flight lands first, unless the schedule failed. The master stays the user's module.
         """
-        if self._closed:
+        if self._guarded.closed:
             return
-        failed = self._failed is not None
+        failed = self._guarded.failed is not None
         if not failed:
             self.drain()
             self._updater.await_copies()
             make_whole(self._versions)
             self._partial = self._versions.partial
-        self._closed = True
-        self._failed = self._failed or "it was closed"
+        self._guarded.closed = True
         self._links.close()
         self._peers.close()
         if isinstance(self.optimizer, Muon):
@@ -389,39 +385,15 @@ class Schedule2BW:
     def __enter__(self) -> Schedule2BW:
         return self
 
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if error is not None and self._failed is None:
-            self._failed = f"{type(error).__name__}: {error}"
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._guarded.fail(error)
         self.close()
-
-    # Errors -----------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
-        if self._failed is not None:
-            raise UserError(
-                f"This schedule failed before ({self._failed}) and cannot go on. Make a new one and load a state."
-            )
-        if self._updater.in_hook:
-            raise UserError(
-                "after_update is called inside an update, which cannot wait for itself: use capture() there, and call "
-                "step, drain, eval, state_dict and stopping outside."
-            )
-        try:
-            yield
-        except StageError as error:
-            if self._failed is not None:  # told by an inner call, with this stage's name
-                raise
-            self._failed = str(error)
-            raise StageError(f"Stage {self._stage.index} {error}") from error.__cause__
-        except BaseException as error:
-            self._failed = f"{type(error).__name__}: {error}"
-            raise
 
     def _cut(
         self, args: tuple, kwargs: dict[str, Any], target: Any, losses: Any, mbs: tuple[Any, Any, Any]
     ) -> list[Microbatch]:
-        if self._failed is None:
+        if self._guarded.failed is None:
             has_target = any(given is not None for given in (target, losses, mbs[2]))
             check_inputs(self._stage, args or mbs[0], kwargs or mbs[1], has_target)
         return self._options.cut(args, kwargs, target, *mbs)

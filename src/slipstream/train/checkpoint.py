@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import re
 import shutil
 import time
@@ -27,6 +28,7 @@ from slipstream.errors import CheckpointError
 from slipstream.formats import parse_json
 from slipstream.train.state import Digest, digest, read_piece, sync
 
+logger = logging.getLogger("slipstream")
 FORMAT = "slipstream-checkpoint"
 VERSION = 1
 HASHING_THREADS = 8
@@ -251,7 +253,8 @@ def locate(source: str | Path) -> Path:
         for candidate in committed(root):
             try:
                 verify(candidate)
-            except CheckpointError:
+            except CheckpointError as error:
+                logger.warning("%s Looking for an older checkpoint.", error)
                 continue
             return candidate
     raise CheckpointError(
