@@ -167,7 +167,7 @@ def warm(world):
     return torch.cuda.mem_get_info()[0]
 
 
-def lose(world, how, stage, group, seed=0):
+def lose(world, how, stage, group, seed=0, seconds=15):
     """Rank `stage` is lost in one way or another at `group`; the others say what they saw, and when."""
     torch.cuda.set_device(DEVICE)
     module = tiny.Model(*tiny.cut(world.rank, world.size), tied=False).to(DEVICE)
@@ -177,7 +177,7 @@ def lose(world, how, stage, group, seed=0):
         tiny.loss_fn,
         tiny.adamw,
         max_grad_norm=0.3,
-        timeout=8,
+        timeout=seconds,
     )
     if how == "forward" and world.rank == stage:
         for replica in schedule._versions.replicas:
