@@ -21,6 +21,8 @@ SETTINGS = [
     "train.steps=200",
     "train.device=cuda",
     "train.dtype=float32",
+    "optim.name=adamw",  # Muon works in bf16 on a GPU, and rounds otherwise when its matrices are stacked otherwise
+    "pipeline.cutover=4",  # all old; the default is another trajectory at every number of stages
     "checkpoint.every=20",
     "train.eval_every=50",
 ]
@@ -91,14 +93,20 @@ def test_a_kill_and_a_resume_into_another_depth(setting, library, tmp_path):
 
 
 def test_torchrun_restarts_after_a_lost_rank(setting, library, tmp_path):
-    settings, expected = setting
+    settings, _ = setting
     folder, log = tmp_path / "run", tmp_path / "log"
-    command = [*torchrun(2, "--max-restarts=2"), "train", *settings, f"run.dir={folder}", "pipeline.stages=2"]
-    process = start(library, [*command, "train.timeout_seconds=20"], log)
+    command = [
+        *torchrun(2, "--max-restarts=2"),
+        "train",
+        *settings,
+        "pipeline.stages=2",
+        "train.timeout_seconds=20",
+    ]
+    finish(start(library, [*command, f"run.dir={tmp_path / 'plain'}"], log), log)
+    process = start(library, [*command, f"run.dir={folder}"], log)
     reach(folder, 50, process, log)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
     finish(process, log)
-    found = steps(folder)
-    assert sorted(found) == list(range(1, 201))
-    assert [found[s] for s in sorted(found)] == pytest.approx([expected[s] for s in sorted(found)], rel=1e-4)
+    assert sorted(steps(folder)) == list(range(1, 201))
+    assert steps(folder) == steps(tmp_path / "plain")  # to the bit

@@ -34,6 +34,7 @@ from slipstream.errors import StageError, UserError
 DEFAULT_TIMEOUT_SECONDS = 300.0
 STANDING_BY_SECONDS = 0.5
 LEAVING_SECONDS = 60.0  # how long rank 0 waits for the others at the end
+CLOSING_SECONDS = 10.0  # how long a rank that failed tries to close its groups
 FAILED_SECONDS = 3.0  # how long ranks that share a GPU wait for each other when one of them failed
 
 
@@ -111,12 +112,17 @@ def initialise(
             failed = False
         finally:
             _settle_together(world, failed)
-            if not failed:
+            if failed:
+                _at_most(CLOSING_SECONDS, lambda: _close(failed))
+            else:
                 _leave_together(world)
-            close_all(failed)
-            # A group that lost a peer cannot always be closed.
-            with contextlib.suppress(RuntimeError, ValueError):
-                dist.destroy_process_group()
+                _close(failed)
+
+
+def _close(failed: bool) -> None:
+    close_all(failed)
+    with contextlib.suppress(RuntimeError, ValueError):  # a group that lost a peer cannot always be closed
+        dist.destroy_process_group()
 
 
 def _meet_at_torchruns(stack: ExitStack, rank: int, size: int, used: int, timeout_seconds: float) -> World:
@@ -168,6 +174,9 @@ def _join(world: World, local_size: int, timeout_seconds: float) -> None:
     store, rank, size = world.store, world.rank, world.size
     store.set(f"here/{rank}", "")
     backend = _backend(world, local_size)
+    # Else a thread of torch's asks the store each second whether to write down what NCCL did. A store whose rank is
+    # stopped does not answer, and whoever closes the group waits for that thread.
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     timeout = timedelta(seconds=timeout_seconds)
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
