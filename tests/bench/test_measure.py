@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.bench.measure import measure, parse_rivals, summarise
+from slipstream.bench import measure as measuring
+from slipstream.bench.measure import Result, measure, parse_rivals, summarise
 from slipstream.bench.report import record
 from slipstream.bench.sample import RankSample, rotated
 from slipstream.bench.work import Work
@@ -58,22 +59,33 @@ PERIODS = {"bound": 1.0, "torch_1f1b": 1.5, "torch_zbv": "Broken: on purpose", "
 WARM_UP = "bound"
 
 
-def test_on_a_gpu_rounds_rotate_the_order_and_a_failed_rival_is_not_asked_again() -> None:
+def test_on_a_gpu_that_cannot_hold_all_at_once_every_sample_is_of_one_alone(monkeypatch) -> None:
+    monkeypatch.setattr(measuring, "_device_bytes", lambda: 2)
     pool, work = ScriptedPool(PERIODS), Work(kind="language", device="cuda")
     result = measure(pool, work, NAMES, rounds=2, updates=2, timeout_seconds=1)  # type: ignore[arg-type]
-    assert pool.asked == [WARM_UP, *NAMES[:3], WARM_UP, NAMES[3], "torch_1f1b", "slipstream", "bound"]
+    alone = [WARM_UP, *NAMES[:3], WARM_UP, NAMES[3]]
+    assert pool.asked == [*alone, "bound", "torch_1f1b", "slipstream", "torch_1f1b", "slipstream", "bound"]
     assert {name: len(taken) for name, taken in result.samples.items()} == {
         "bound": 2, "torch_1f1b": 2, "slipstream": 2,
     }  # fmt: skip
+
+
+def test_memory_of_all_contenders_is_what_they_hold_and_what_the_hungriest_takes_more() -> None:
+    result = Result(
+        Work(), peak_memory_bytes={"a": (10, 20), "b": (14, 15)}, held_bytes={"a": (4, 5), "b": (6, 7)}
+    )
+    assert result.together_bytes == (4 + 6 + 8) + (5 + 7 + 15)
 
 
 def test_turns_rotate() -> None:
     assert [rotated("abc", turn) for turn in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
 
 
-def test_on_the_cpu_those_that_run_alone_take_turns() -> None:
-    pool = ScriptedPool(PERIODS)
-    result = measure(pool, Work(), NAMES, rounds=7, updates=2, timeout_seconds=1)  # type: ignore[arg-type]
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_those_that_run_alone_take_turns(monkeypatch, device) -> None:
+    monkeypatch.setattr(measuring, "_device_bytes", lambda: 100)
+    pool, work = ScriptedPool(PERIODS), Work(kind="language", device=device)
+    result = measure(pool, work, NAMES, rounds=7, updates=2, timeout_seconds=1)  # type: ignore[arg-type]
     left = ["bound", "torch_1f1b", "slipstream"]
     assert pool.asked == [WARM_UP, *NAMES[:3], WARM_UP, NAMES[3], left, left], "built anew after five rounds"
     assert all(len(result.samples[name]) == 7 for name in left)

@@ -89,7 +89,7 @@ def run(request: Request, *, plot: Path | None, out: Path | None, as_json: bool)
             f"note: {request.stages} computing stages on {cores} cores measure the cores, not the schedules."
         )
     seconds = GPU_SECONDS if on_gpu else CPU_SECONDS
-    rounds = (2 if on_gpu else 15) if request.rounds is None else request.rounds
+    rounds = (5 if on_gpu else 15) if request.rounds is None else request.rounds
     records = []
     with _ranks(request.stages, request.partitions) as pool, _progress(notes) as progress:
         if request.kind == "language":

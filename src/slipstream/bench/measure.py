@@ -1,9 +1,9 @@
 """Interleaved, repeated rounds: every contender is timed once per round, in an order that rotates.
 
-First each contender runs alone, which shows its memory, and whether it runs at all. On the CPU those that do are
-then built side by side and take turns of a few updates each, `ROUNDS_TOGETHER` rounds before they are built anew: cores
-that others use too are fast or slow for a second at a time. On a GPU, whose memory they would fill together, every
-sample is of a contender alone.
+First each contender runs alone, which shows its memory, and whether it runs at all. Those that do are then built side
+by side and take turns of a few updates each, `ROUNDS_TOGETHER` rounds before they are built anew: cores that others use
+too are fast or slow for a second at a time. On a GPU whose memory they would fill together, every sample is of a
+contender alone.
 
 Time per update of a sample is taken in the steady state: from the end of the first group's work to the end of
 the last one's, which leaves fill and drain out. They are reported apart, read at the last stage (which
@@ -24,6 +24,8 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
+import torch
+
 from slipstream.bench.rivals import RIVALS
 from slipstream.bench.sample import RankSample, rotated, take_sample, take_turns
 from slipstream.bench.work import Work
@@ -33,7 +35,8 @@ from slipstream.errors import UserError
 BOUND, ENGINE, BASELINE = "bound", "slipstream", "torch_1f1b"
 ENGINE_2BW = "slipstream_2bw"  # with all microbatches old: beside it stands what a cutover costs
 WARM_UP_UPDATES = 4  # by then our schedule has chosen its depth from the times it measured
-ALONE_UPDATES = 3  # on the CPU, where they show memory only
+ALONE_UPDATES = 3  # where they show memory only
+SHARE_TOGETHER = 0.7  # of a GPU's memory; the rest is for what allocators keep in pieces
 ROUNDS_TOGETHER = 5
 GPU_WARM_UP_UPDATES = 2  # of the others, on a GPU: its time is dear, and the processes are warm
 Progress = Callable[[str], None]
@@ -58,7 +61,17 @@ class Result:
     work: Work
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     peak_memory_bytes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of each rank, alone
+    held_bytes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # the same, with nothing in flight
     errors: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def together_bytes(self) -> int:
+        """Of a GPU that all ranks share, when all contenders are there and one of them is at work."""
+        peaks, held = list(self.peak_memory_bytes.values()), list(self.held_bytes.values())
+        return sum(
+            sum(rest) + max(most - rest[i] for i, most in enumerate(peak))
+            for peak, rest in zip(zip(*peaks, strict=True), zip(*held, strict=True), strict=True)
+        )
 
     def milliseconds(self, name: str) -> float | None:
         """Median time per update, or None where the contender did not finish."""
@@ -138,13 +151,17 @@ def measure(
             pending.remove(name)
     take = _Taker(pool, work, timeout_seconds)
     take.warm_up()
-    if work.device == "cuda":
-        _alone(take, result, pending, rounds, updates, progress)
-    else:
-        _alone(take, result, pending, 1, ALONE_UPDATES, progress)
-        result.samples = {name: [] for name in result.samples}
+    _alone(take, result, pending, 1, ALONE_UPDATES, progress)
+    result.samples = {name: [] for name in result.samples}
+    if work.device == "cpu" or result.together_bytes < SHARE_TOGETHER * _device_bytes():
         _in_turns(take, result, rounds, updates, progress)
+    else:
+        _alone(take, result, pending, rounds, updates, progress)
     return result
+
+
+def _device_bytes() -> int:
+    return torch.cuda.get_device_properties(0).total_memory
 
 
 def _alone(
@@ -159,12 +176,13 @@ def _alone(
                 if name not in RIVALS and take.work.device == "cpu":
                     raise
                 result.errors[name] = str(error)
-                for found in (result.samples, result.peak_memory_bytes):
+                for found in (result.samples, result.peak_memory_bytes, result.held_bytes):
                     found.pop(name, None)
                 take.warm_up()  # ranks that hung were replaced by new processes
             else:
                 result.samples.setdefault(name, []).append(summarise(name, ranks))
                 result.peak_memory_bytes.setdefault(name, tuple(rank.peak_memory_bytes for rank in ranks))
+                result.held_bytes.setdefault(name, tuple(rank.held_bytes for rank in ranks))
 
 
 def _in_turns(take: _Taker, result: Result, rounds: int, updates: int, progress: Progress) -> None:

@@ -52,6 +52,7 @@ class RankSample:
     finish: float
     cpu_seconds: float  # of all the process's threads
     peak_memory_bytes: int = 0
+    held_bytes: int = 0  # of a GPU's memory, when nothing is in flight
     losses: tuple[float, ...] = ()
 
 
@@ -63,7 +64,12 @@ def take_sample(world: World, name: str, work: Work, warmup: int, updates: int) 
         run = build_run(name, work, world.rank)
         losses = _warm_up(run, warmup)
         sample = _timed(run, device, updates)
-        return replace(sample, peak_memory_bytes=peak_memory_bytes(device) - resting_bytes, losses=losses)
+        return replace(
+            sample,
+            peak_memory_bytes=peak_memory_bytes(device) - resting_bytes,
+            held_bytes=torch.cuda.memory_allocated(device) - resting_bytes if device.type == "cuda" else 0,
+            losses=losses,
+        )
 
 
 def take_turns(

@@ -50,7 +50,7 @@ def pipeline(
     link_latency_ms: Annotated[float, typer.Option(help="Delay every message of ours by this.")] = 0.0,
     rivals: Annotated[str, typer.Option(help="all, none, or a list: 1f1b,gpipe,...")] = "all",
     rounds: Annotated[
-        int | None, typer.Option(help="Samples of each contender, the median counts; default: 15, a GPU 2.")
+        int | None, typer.Option(help="Samples of each contender, the median counts; default: 15, a GPU 5.")
     ] = None,
     updates: Annotated[int | None, typer.Option(help="Updates a sample; default: 32 microbatches.")] = None,
     plot: Annotated[
