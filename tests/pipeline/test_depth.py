@@ -1,9 +1,12 @@
 """The number of microbatches in flight, chosen from measured times, against the simulator."""
 
 import pytest
+import torch
 
 from slipstream.pipeline.depth import choose_in_flight, within_cutover
+from slipstream.pipeline.trace import Trace
 from slipstream.schedule import Costs, build, simulate
+from slipstream.schedule.actions import Kind
 
 
 def fraction_of_bound(stages, m, in_flight, latency):
@@ -71,3 +74,21 @@ def test_with_the_least_cutover_the_depth_is_never_the_worse_one(stages, m, link
 def test_a_cutover_that_leaves_room_takes_nothing_away():
     assert within_cutover(2, 32, 9, 32, 0.03, 0.1) == 9
     assert within_cutover(2, 32, 5, 2, 0.03, 1e-5) == 2, "being late by chance is not worth a part of a flush"
+
+
+def test_what_was_faster_while_the_pipeline_filled_is_no_jitter(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("slipstream.pipeline.trace.time.perf_counter", lambda: now[0])
+    trace = Trace(0, torch.device("cpu"))
+
+    def group(seconds):
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            for microbatch in range(4):
+                with trace.action(kind, 0, microbatch):
+                    now[0] += seconds
+
+    group(0.5)
+    assert trace.pair_seconds() == pytest.approx((1.0, 1.0))
+    group(0.75)
+    assert trace.pair_seconds() == pytest.approx((1.5, 1.5))
+    assert trace.pair_seconds() == (0.0, 0.0)

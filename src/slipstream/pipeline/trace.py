@@ -124,12 +124,14 @@ class Trace:
             self._spans.append(Span(self._rank, action, began, ended))
 
     def pair_seconds(self) -> tuple[float, float]:
-        """One forward and one backward: the least time they took lately, and the typical time; 0 while not known.
+        """One forward and one backward since the last call: the least time they took, and the typical time; 0: not known.
 
+        While a pipeline fills, a stage whose neighbours are idle may be faster than it will ever be again: shared power,
+        caches, memory. That is no jitter, so what was measured then is not compared with what comes later.
         It waits for no device: others may wait there for this very host.
         """
         self._read_queued()
-        recent = [self._recent.get(kind) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+        recent = [self._recent.pop(kind, None) for kind in (Kind.FORWARD, Kind.BACKWARD)]
         if not all(recent):
             return 0.0, 0.0
         recent = [times for times in recent if times]
