@@ -4,14 +4,15 @@
 
 Trains every setting below for a few updates through `slipstream train`, and writes OUT/memory.jsonl: peaks by stage and
 what the planner says of them. `sharded 1F1B` is torch's own schedule with a sharded optimizer written out below, since
-the trainer shards that of 2BW only. Ranks share one GPU: run it under CUDA's Multi-Process Service, and with an NCCL
-that lets them (docs/notes/transports.md).
+the trainer shards that of 2BW only. Ranks share one GPU, by
+CUDA's Multi-Process Service and with an NCCL that lets them (docs/notes/transports.md).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from slipstream.distributed import RankPool, World
+from slipstream.distributed import RankPool, World, partitioned
 from slipstream.models.loss import TokenLoss, with_group_count
 from slipstream.models.sizes import preset
 from slipstream.models.stages import build_stage
@@ -235,19 +236,25 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of the name of a setting")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
+    with partitioned(1) as service:  # processes of one GPU at work at the same time
+        os.environ.update(service.environment)
+        run([setting for setting in SETTINGS if given.only in setting.name], given.out, given.at_once)
+
+
+def run(settings: list[Setting], out: Path, at_once: int) -> None:
     lock = Lock()
 
     def one(setting: Setting) -> None:
         try:
-            found = measure(setting, given.out)
+            found = measure(setting, out)
         except Exception as error:  # the others go on
             found = {"setting": setting.name, "error": f"{type(error).__name__}: {error}"}
-        with lock, (given.out / "memory.jsonl").open("a") as file:
+        with lock, (out / "memory.jsonl").open("a") as file:
             file.write(json.dumps(found) + "\n")
             print(json.dumps(found), flush=True)
 
-    with ThreadPoolExecutor(given.at_once) as executor:
-        list(executor.map(one, [s for s in SETTINGS if given.only in s.name]))
+    with ThreadPoolExecutor(at_once) as executor:
+        list(executor.map(one, settings))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def test_the_banner_needs_no_torch_and_names_what_matters(tmp_path):
         [sys.executable, "-c", code, "pipeline.stages=4", "run.dir=x/y"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    for words in ("1.31M parameters", "2,048 tokens", "2bw: P=4 stages, m=8, c=4", "x/y", "standard library"):
+    for words in ("1.31M parameters", "2,048 tokens", "2bw: P=4 stages, m=8, c=5", "x/y", "standard library"):
         assert words in done.stdout, words
 
 

@@ -54,6 +54,9 @@ class EngineRun:
         self.schedule.drain()
         return self.schedule.take_trace()
 
+    def close(self) -> None:
+        self.schedule.close()
+
     def drain(self) -> None:
         self.ends += [
             span.end

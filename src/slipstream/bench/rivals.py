@@ -138,6 +138,9 @@ class RivalRun:
     def drain(self) -> None:
         self.watch.read()
 
+    def close(self) -> None:
+        """torch's schedules talk over the default group."""
+
 
 def clip_over_ranks(module: nn.Module, max_grad_norm: float) -> None:
     """Scale this rank's gradients by the norm over all ranks' gradients."""

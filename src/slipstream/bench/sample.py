@@ -41,6 +41,7 @@ class Run(Protocol):
 
     def step(self) -> None: ...
     def drain(self) -> None: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,14 @@ def take_sample(world: World, name: str, work: Work, warmup: int, updates: int) 
         resting_bytes = reset_peak_memory(device)
         run = build_run(name, work, world.rank)
         losses = _warm_up(run, warmup)
-        sample = _timed(run, device, updates)
-        return replace(
-            sample,
+        sample = replace(
+            _timed(run, device, updates),
             peak_memory_bytes=peak_memory_bytes(device) - resting_bytes,
             held_bytes=torch.cuda.memory_allocated(device) - resting_bytes if device.type == "cuda" else 0,
             losses=losses,
         )
+        run.close()
+        return sample
 
 
 def take_turns(
@@ -81,10 +83,13 @@ def take_turns(
         runs = {name: build_run(name, work, world.rank) for name in names}
         for run in runs.values():
             _warm_up(run, warmup)
-        return [
+        samples = [
             {name: _timed(runs[name], device, updates) for name in rotated(names, turn)}
             for turn in range(rounds)
         ]
+        for run in runs.values():
+            run.close()
+        return samples
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:

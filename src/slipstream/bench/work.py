@@ -27,7 +27,7 @@ from slipstream.models.loss import TokenLoss
 from slipstream.models.sizes import ModelConfig
 from slipstream.optim.corrections import build_correction
 from slipstream.schedule.asynchronous import warm_up_2bw
-from slipstream.schedule.cutover import free_cutover
+from slipstream.schedule.cutover import default_cutover
 
 KINDS = ("compute", "sleep", "empty", "language")
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ class Work:
     @property
     def all_old(self) -> bool:
         """Whether every microbatch reads the bank, as in PipeDream-2BW."""
-        chosen = free_cutover(self.stages, self.microbatches) if self.cutover is None else self.cutover
+        chosen = default_cutover(self.stages, self.microbatches) if self.cutover is None else self.cutover
         return chosen == self.microbatches
 
     @property

@@ -6,7 +6,7 @@ from slipstream.config.resolve import model_config, updates
 from slipstream.config.settings import Config
 from slipstream.models.sizes import active_parameters, flops_per_token, parameters
 from slipstream.optimizers import OPTIMIZERS, check_options
-from slipstream.schedule.cutover import free_cutover
+from slipstream.schedule.cutover import default_cutover
 
 
 def facts(config: Config) -> dict[str, str]:
@@ -35,7 +35,7 @@ def _old_part(config: Config) -> str:
         return "nothing: every gradient is of the newest weights"
     if given is None and pipeline.schedule == "2bw":
         assert pipeline.stages is not None
-        return f"{free_cutover(pipeline.stages, m)} of {m} microbatches (a run that goes on keeps its own)"
+        return f"{default_cutover(pipeline.stages, m)} of {m} microbatches (a run that goes on keeps its own)"
     return f"{m if given is None else given} of {m} microbatches"
 
 

@@ -108,7 +108,7 @@ class PipelineSettings(Settings):
     cutover: int | float | list[int] | None = _field(
         None,
         "microbatches of an update that read old weights, the others read the newest; below 1: a share of them; a list "
-        "by stage: emulate only (derived when a run is made: as many as stages, the fewest without a bubble; emulate: "
+        "by stage: emulate only (derived when a run is made: stages + 1, the fewest without a bubble; emulate: "
         "all)",
     )
     mismatch: int | list[int] = _field(

@@ -13,11 +13,12 @@ import atexit
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import Any, ClassVar, Literal
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -124,7 +125,9 @@ class Group:
 class Groups:
     """Makes the groups of one schedule and closes them together."""
 
-    open: ClassVar[WeakSet[Groups]] = WeakSet()  # of this process: whoever leaves early has to close them
+    # Of this process, in the order they were made: whoever leaves early has to close them.
+    open: ClassVar[WeakValueDictionary[int, Groups]] = WeakValueDictionary()
+    _numbers: ClassVar[Iterator[int]] = count()
 
     def __init__(self, scope: Scope, device: torch.device, kind: str, timeout_seconds: float) -> None:
         self.scope = scope
@@ -132,7 +135,8 @@ class Groups:
         self.kind = kind  # of what carries the device's tensors
         self._timeout = timedelta(seconds=timeout_seconds)
         self._made: list[Group] = []
-        Groups.open.add(self)
+        self._number = next(Groups._numbers)
+        Groups.open[self._number] = self
         atexit.unregister(close_all)
         atexit.register(close_all, failed=True)
 
@@ -167,7 +171,7 @@ class Groups:
         return made
 
     def close(self, failed: bool = False) -> None:
-        Groups.open.discard(self)
+        Groups.open.pop(self._number, None)
         while self._made:
             self._made.pop().close(failed)
 
@@ -217,6 +221,9 @@ class Groups:
 
 
 def close_all(failed: bool) -> None:
-    """Of a process that ends without having closed its schedules."""
-    for groups in list(Groups.open):
+    """Of a process that ends without having closed its schedules: the last one first.
+
+    Closing is something that NCCL's ranks do together, so all of them must come to the same group next.
+    """
+    for _, groups in sorted(Groups.open.items(), reverse=True):
         groups.close(failed)

@@ -45,7 +45,7 @@ from slipstream.pipeline.trace import Trace
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import Versions
 from slipstream.schedule.actions import Kind
-from slipstream.schedule.cutover import Cutover, GivenCutover, free_cutover
+from slipstream.schedule.cutover import Cutover, GivenCutover, default_cutover
 from slipstream.schedule.timeline import Span
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
@@ -99,8 +99,8 @@ class Schedule2BW:
         self.loss_fn = loss_fn
         correction = build_correction(correction)
         if cutover is None:
-            least = free_cutover(count, n_microbatches)
-            cutover = n_microbatches if correction.corrects_gradient else least
+            usual = default_cutover(count, n_microbatches)
+            cutover = n_microbatches if correction.corrects_gradient else usual
         self._cutover = Cutover(n_microbatches, cutover, options.flushed)
         if self._cutover.mixed:
             check_mixed(correction)

@@ -124,10 +124,10 @@ class Trace:
             self._spans.append(Span(self._rank, action, began, ended))
 
     def pair_seconds(self) -> tuple[float, float]:
-        """One forward and one backward since the last call: the least time they took, and the typical time; 0: not known.
+        """One forward and one backward since the last call: the least time they took, the typical one; 0: not known.
 
-        While a pipeline fills, a stage whose neighbours are idle may be faster than it will ever be again: shared power,
-        caches, memory. That is no jitter, so what was measured then is not compared with what comes later.
+        While a pipeline fills, a stage whose neighbours are idle may be faster than it ever will be again: power and
+        caches are shared. That is no jitter, so what was measured then is not compared with what comes later.
         It waits for no device: others may wait there for this very host.
         """
         self._read_queued()

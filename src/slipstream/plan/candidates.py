@@ -19,7 +19,7 @@ from slipstream.plan.partition import partition
 from slipstream.plan.parts import LOSS_SCRATCH_MOST, build_model, stage_parts, stage_seconds
 from slipstream.plan.throughput import Shape, StageTimes, rank_of, stage_times
 from slipstream.schedule.actions import Schedule
-from slipstream.schedule.cutover import free_cutover
+from slipstream.schedule.cutover import default_cutover
 from slipstream.schedule.generate import build, canonical
 
 SCHEDULES = ("pipedream_2bw", "1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
@@ -156,7 +156,8 @@ class Fitter:
             precision=job.precision,
             shards=shape.data_ranks if shape.shard_optimizer else 1,
             waiting=shape.stages * shape.data_ranks > 1,
-            fresh=shape.asynchronous and free_cutover(shape.stages, shape.microbatches) < shape.microbatches,
+            fresh=shape.asynchronous
+            and default_cutover(shape.stages, shape.microbatches) < shape.microbatches,
         )
         size = shape.microbatch_size
         head = layer = 0.0

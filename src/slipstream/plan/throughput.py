@@ -222,12 +222,12 @@ def _groups(shape: Shape) -> int:
 
 
 def with_cutover(times: StageTimes, shape: Shape) -> Shape:
-    """The shape with the least cutover that is free: the warm-up, and the pairs in which the other ranks are heard of.
+    """The shape with the cutover that a run takes, or more where the other ranks are heard of later.
 
     The optimizer's own step takes a stage's time wherever it stands, so it asks for no pairs."""
     if not shape.asynchronous:
         return shape
-    slack = max(1, ceil(costs(times, shape).update_latency / max(rank_pairs(times, shape))))
+    slack = 1 + max(1, ceil(costs(times, shape).update_latency / max(rank_pairs(times, shape))))
     return replace(shape, cutover=free_cutover(shape.stages, shape.microbatches, shape.in_flight, slack))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from slipstream.errors import UserError
 from slipstream.optim.corrections import Correction, build_correction
-from slipstream.schedule.cutover import Cutover, free_cutover
+from slipstream.schedule.cutover import Cutover, default_cutover
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class Settings:
         if self.cutover is not None:
             return self.cutover
         whole = self.made().corrects_gradient  # such a correction takes a gradient that is old throughout
-        return microbatches if whole else free_cutover(stages, microbatches)
+        return microbatches if whole else default_cutover(stages, microbatches)
 
     def replicas(self, stages: int, microbatches: int) -> int:
         """How many copies of a stage the engine asks for beside the master; it refuses any other number."""

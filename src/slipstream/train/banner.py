@@ -7,7 +7,7 @@ from slipstream.config import Config
 from slipstream.config.resolve import model_config
 from slipstream.metrics.report_columns import si
 from slipstream.models.sizes import active_parameters, parameters
-from slipstream.schedule.cutover import free_cutover
+from slipstream.schedule.cutover import default_cutover
 from slipstream.train.preflight import cpu_only
 
 
@@ -57,7 +57,7 @@ def _schedule(config: Config) -> str:
     else:  # the cutover: how many microbatches of a group read weights one update old; a run that goes on keeps its own
         assert pipeline.stages is not None
         given = pipeline.cutover
-        old = free_cutover(pipeline.stages, pipeline.microbatches) if given is None else given
+        old = default_cutover(pipeline.stages, pipeline.microbatches) if given is None else given
         words.append(f"c={old}, no flush, the first c of m one update old")
     if pipeline.data_ranks > 1:
         words.append(f"{pipeline.data_ranks} data ranks")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from slipstream.config import Change, Config
 from slipstream.config import changes as all_changes
-from slipstream.schedule.cutover import free_cutover
+from slipstream.schedule.cutover import default_cutover, free_cutover
 from slipstream.schedule.steady import steady
 
 _FELT = 1.005  # an update that takes this many times as long is worth a word
@@ -30,7 +30,7 @@ def with_cutover(config: Config, stored: Config | None) -> Config:
     m = pipeline.microbatches
     # A correction of the gradient itself needs the whole group at one bank.
     apart = config.optim.correction == "delay_compensation"
-    return decided(config, m if apart else free_cutover(pipeline.stages, m))
+    return decided(config, m if apart else default_cutover(pipeline.stages, m))
 
 
 def decided(config: Config, cutover: int | float | list[int] | None) -> Config:
