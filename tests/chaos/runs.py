@@ -25,8 +25,8 @@ SETTINGS = [
     f"model.vocab={VOCAB}", "model.dim=16", "model.layers=4", "model.heads=2", "model.kv_heads=1", "model.ffn=32",
     "data.sequence=16", "pipeline.microbatches=4", "pipeline.microbatch_size=2", "pipeline.cutover=2",
     f"train.steps={STEPS}", "train.eval_every=6", "train.eval_batches=1", "train.device=cpu", "train.report=false",
-    "train.timeline_at=0", f"train.timeout_seconds={TIMEOUT_SECONDS}", f"checkpoint.every={EVERY}", "checkpoint.keep=3",
-    "optim.lr=0.01", "health.hash_every=5",
+    "train.timeline_at=0", f"train.timeout_seconds={TIMEOUT_SECONDS}", "train.disk_seconds=5",
+    f"checkpoint.every={EVERY}", "checkpoint.keep=3", "optim.lr=0.01", "health.hash_every=5",
 ]  # fmt: skip
 
 
