@@ -57,7 +57,7 @@ fuzz: $(VENV)/.installed-dev
 	PYTHONPATH=tests $(BIN)/python -m fuzz.campaign --inputs $(or $(INPUTS),20000) --seed $(or $(SEED),0)
 
 chaos: $(VENV)/.installed-dev
-	PYTHONPATH=tests $(BIN)/python -m chaos.campaign --cases $(or $(CASES),1000) --seed $(or $(SEED),0) --out chaos.jsonl
+	PYTHONPATH=tests $(BIN)/python -m chaos.campaign --cases $(or $(CASES),1000) --seed $(or $(SEED),0) --workers $(or $(WORKERS),1) --out chaos.jsonl
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format $(CODE)

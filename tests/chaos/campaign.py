@@ -1,13 +1,12 @@
 """Faults in small runs, one a case, and what becomes of them: `make chaos`, or from a checkout with `tests` on the path
 
-    python -m chaos.campaign --cases 100 --seed 0 --out chaos.jsonl       a campaign
-    python -m chaos.campaign --seed 0 --case 17 --keep                    one case of it again
-    python -m chaos.campaign --table chaos.jsonl                          kinds x outcomes, as Markdown
+    python -m chaos.campaign --cases 1000 --workers 12 --seconds 500 --out chaos.jsonl     a campaign, or more of it
+    python -m chaos.campaign --seed 0 --case 17 --keep                                     one case of it again
+    python -m chaos.campaign --table chaos.jsonl other.jsonl                               kinds x outcomes, as Markdown
 
-A case draws a layout (P stages, D data ranks), a kind of fault and its moment from the seed and its number. It starts
-the run, lets the fault happen, waits until every process is gone, starts the same command again (often with another P)
-and looks at what there is in the end. Outcomes: "equal" (the weights of the undisturbed run to the bit, every step
-recorded once) with or without a restart; everything else is a finding.
+A line is appended to `--out` when a case is over, and cases that are there already are not run again: the same command
+goes on. Workers share nothing: each has its own folders, undisturbed runs and ports. What a fault needs and the machine
+does not give (root: a disk or a line of its own) is recorded as not possible, and run by a later campaign that can.
 """
 
 from __future__ import annotations
@@ -15,317 +14,157 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
-import re
 import shutil
-import statistics
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import warm
-from chaos.faults import KINDS, STEPS, Kind, Layout, Spec
-from chaos.network import Line, available
-from chaos.runs import VOCAB, Ended, run
-from slipstream.data.shards import write_shard
-from slipstream.errors import UserError
-from slipstream.train.checkpoint import committed, verify
-from slipstream.train.master import load_master
+from chaos import runs
+from chaos.cases import NOT_POSSIBLE, Case, References, draw, perform, possible
+from chaos.faults import Kind
+from chaos.table import read, table
+
+FINISH_SECONDS = 60.0  # for cases under way when the time is up; then they are dropped
+LEAVE_SECONDS = 15.0
 
 
-@dataclass
-class Case:
-    """What happened, for the record."""
-
-    seed: int
-    number: int
-    kind: str
-    stages: int
-    data_ranks: int
-    stages_after: int
-    spec: Spec
-    outcome: str = ""
-    said: str = ""
-    step_at_stop: int | None = None  # newest committed checkpoint when the run had stopped
-    resumed_at: int | None = None
-    gone_seconds: float | None = None  # from the fault until every process was gone
-    again_seconds: float | None = None  # from the next start until its first step
-    findings: list[str] = field(default_factory=list)
-
-
-# One case -------------------------------------------------------------------------------------------------
-
-
-def make_data(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    for split in ("train", "val"):
-        write_shard(
-            folder / f"{split}_000.bin", (np.cumsum(rng.integers(0, 4, 20_000)) % VOCAB).astype("<u2")
-        )
-
-
-def draw(seed: int, number: int, kinds: list[Kind], each: bool = False) -> tuple[Case, Kind]:
-    rng = random.Random(f"chaos {seed} {number}")
-    kind = kinds[number % len(kinds)] if each else rng.choices(kinds, [one.weight for one in kinds])[0]
-    layouts = [Layout(p, d) for p in (1, 2, 3, 4) for d in (1, 2) if p * d >= kind.fewest_ranks]
-    layout = rng.choices(layouts, [1 / one.ranks**0.8 for one in layouts])[0]
-    after = rng.choice((layout.stages, layout.stages, rng.randint(1, 4)))
-    spec = kind.arm(rng, layout)
-    return Case(seed, number, kind.name, layout.stages, layout.data_ranks, after, spec), kind
-
-
-class References:
-    """The undisturbed runs: one for each number of data ranks, and for each update that is skipped."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._known: dict[tuple[int, int | None], dict[str, torch.Tensor]] = {}
-
-    def get(self, data_ranks: int, skipped: int | None) -> dict[str, torch.Tensor]:
-        key = data_ranks, skipped
-        if key not in self._known:
-            folder = self._root / f"reference-{data_ranks}-{skipped}"
-            make_data(folder / "data")
-            spec: Spec = {"kind": "none"}
-            if skipped is not None:
-                spec = {"kind": "nan", "ranks": [0], "step": skipped, "delay_seconds": 0}
-            ended = run(folder, Layout(1, data_ranks), spec)
-            assert ended.codes == [0], ended.said
-            self._known[key] = load_master(folder / "run").weights
-        return self._known[key]
-
-
-def perform(case: Case, kind: Kind, folder: Path, references: References) -> None:
-    """Fill in what became of it."""
-    rng = random.Random(f"damage {case.seed} {case.number}")
-    make_data(folder / "data")
-    shutil.copytree(folder / "data", folder / "kept")
-    layout, after = Layout(case.stages, case.data_ranks), Layout(case.stages_after, case.data_ranks)
-    skipped = case.spec["step"] if case.spec["kind"] == "nan" else None
-    wanted = references.get(case.data_ranks, skipped)
-    spec = case.spec | {
-        "disk": str(folder / "run" / "checkpoints") if kind.disk == "checkpoints" else str(folder / "run")
-    }
-    spec |= {"file": str(folder / "data" / "train_000.bin"), "folder": str(folder / "run")}
-    with ExitStack() as stack:
-        if kind.disk:
-            _mount(Path(spec["disk"]), stack)
-        line = stack.enter_context(Line()) if "line" in kind.extra else None
-        first = run(folder, layout, spec, kind, line)
-        case.gone_seconds = None if first.gone_seconds is None else round(first.gone_seconds, 2)
-        case.said = first.said[-1500:]
-        _judge_first(case, kind, first)
-        _mend_disk(kind, Path(spec["disk"]))
-        if line is not None:
-            line.cut, line.delay_seconds = False, 0.0
-        _after(case, kind, folder, after, first, rng, wanted)
-
-
-def _judge_first(case: Case, kind: Kind, first: Ended) -> None:
-    if first.gone_seconds is None:
-        case.findings.append("hang: processes were left after the timeout")
-    ok = all(code == 0 for code in first.codes)
-    happened = first.fault is not None
-    if not happened and not ok:
-        case.findings.append(f"it failed without the fault: codes {first.codes}")
-    if kind.promise == "goes on" and not ok:
-        case.findings.append(f"it should have gone on, and ended with {first.codes}")
-    if not ok and kind.names and not re.search(kind.names, first.said):
-        case.findings.append(f"nothing named what happened: codes {first.codes}")
-    if not ok and not kind.traceback and "Traceback (most recent" in first.said:
-        case.findings.append("a traceback was printed")
-    if ok:
-        case.outcome = "equal, without a stop" if happened else "equal, the fault came too late"
-
-
-def _after(
-    case: Case, kind: Kind, folder: Path, after: Layout, first: Ended, rng: random.Random, wanted: dict
-) -> None:
-    root = folder / "run" / "checkpoints"
-    if not all(code == 0 for code in first.codes) or kind.loses:
-        found = _good(root)
-        case.step_at_stop = found[0] if found else None
-        expected = case.step_at_stop
-        if kind.damage is not None:
-            kind.damage(rng, folder)
-            expected = next(iter(_good(root)), None)
-        saved = re.search(r"Stopped at step (\d+), saved", first.said)
-        if saved and case.step_at_stop != int(saved[1]):
-            case.findings.append(f"it said step {saved[1]} was saved; the newest is {case.step_at_stop}")
-        if kind.refused and not _refused(case, kind, folder, after):
-            return
-        if expected is None and found and kind.damage is None:
-            case.findings.append("no checkpoint was left")
-        began = time.time()
-        second = run(folder, after, {"kind": "none"})
-        if second.codes != [0]:
-            case.findings.append(f"the next start ended with {second.codes}: {second.said[-600:]}")
-            case.outcome = "did not go on"
-            return
-        resumed, first_step = _resumed(folder / "run", began)
-        case.resumed_at = resumed
-        case.again_seconds = None if first_step is None else round(first_step - began, 2)
-        if resumed is not None and resumed != (expected or 0):
-            case.findings.append(f"it went on from step {resumed}, and {expected or 0} was saved")
-        case.outcome = "equal, after a restart"
-    weights = load_master(folder / "run").weights
-    if weights.keys() != wanted.keys() or any(
-        not torch.equal(weights[name], wanted[name]) for name in wanted
-    ):
-        case.findings.append("the weights differ from the undisturbed run's")
-    steps = [event["step"] for event in _events(folder / "run") if event["event"] == "step"]
-    if steps != list(range(1, STEPS + 1)) and not kind.loses:
-        case.findings.append(f"the log has the steps {steps}")
-
-
-def _refused(case: Case, kind: Kind, folder: Path, after: Layout) -> bool:
-    """The next start sees the damage and says so; then it is repaired."""
-    again = run(folder, after, {"kind": "none"})
-    refused = again.codes != [0] and re.search(kind.refused, again.said) and "Traceback" not in again.said
-    if not refused:
-        case.findings.append(f"the damage was not refused: codes {again.codes}: {again.said[-600:]}")
-    shutil.rmtree(folder / "data")
-    shutil.copytree(folder / "kept", folder / "data")
-    return bool(refused)
-
-
-def _good(root: Path) -> list[int]:
-    """The steps of whole checkpoints, newest first."""
-    found = []
-    for path in committed(root):
-        try:
-            found.append(verify(path).step)
-        except UserError:
-            continue
-    return found
-
-
-def _events(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "events.jsonl").read_text(errors="replace").splitlines()
-    return [json.loads(line) for line in lines if line.endswith("}")]
-
-
-def _resumed(folder: Path, began: float) -> tuple[int | None, float | None]:
-    """(the step that the newest start began from, when its first step was recorded)."""
-    events = _events(folder)
-    starts = [at for at, event in enumerate(events) if event["event"] == "start"]
-    if not starts or events[starts[-1]]["time"] < began - 1:
-        return None, None
-    step = next((event["time"] for event in events[starts[-1] :] if event["event"] == "step"), None)
-    return events[starts[-1]]["step"], step
-
-
-def _mount(disk: Path, stack: ExitStack) -> None:
-    disk.mkdir(parents=True, exist_ok=True)
-    (disk.parent if disk.name == "checkpoints" else disk).joinpath("lock").touch()  # a run of ours
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], check=True)
-    stack.callback(subprocess.run, ["umount", "-l", str(disk)], check=False)
-    if disk.name != "checkpoints":
-        (disk / "lock").touch()
-
-
-def _mend_disk(kind: Kind, disk: Path) -> None:
-    if kind.disk:
-        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=False)
-        (disk / "filler").unlink(missing_ok=True)
-
-
-# The campaign ---------------------------------------------------------------------------------------------
-
-
-def table(cases: list[dict[str, Any]]) -> str:
-    """Kinds x outcomes, and the times, as Markdown."""
-    rows: dict[str, Counter[str]] = defaultdict(Counter)
-    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for case in cases:
-        rows[case["kind"]]["finding" if case["findings"] else case["outcome"]] += 1
-        if case["gone_seconds"] is not None and case["again_seconds"] is not None:
-            times[case["kind"]].append((case["gone_seconds"], case["again_seconds"]))
-    outcomes = [
-        "equal, without a stop",
-        "equal, after a restart",
-        "equal, the fault came too late",
-        "finding",
-    ]
-    head = ["fault", "cases", *outcomes, "s to the end", "s to training again"]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for kind in [one.name for one in KINDS if one.name in rows]:
-        both = times[kind]
-        ends = f"{statistics.median(a for a, _ in both):.1f}" if both else ""
-        again = f"{statistics.median(a + b for a, b in both):.1f}" if both else ""
-        cells = [kind, sum(rows[kind].values()), *(rows[kind][one] or "" for one in outcomes), ends, again]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    total: Counter[str] = sum(rows.values(), Counter())
-    cells = ["all", sum(total.values()), *(total[one] or "" for one in outcomes), "", ""]
-    return "\n".join([*lines, "| " + " | ".join(map(str, cells)) + " |"])
-
-
-def main() -> None:
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Faults in small runs, and what becomes of them.")
-    parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--cases", type=int, default=100, help="so many numbers")
+    parser.add_argument("--first", type=int, default=0, help="from this one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, default=None, help="only this one")
-    parser.add_argument("--only", default=None, help="only kinds whose name holds this word")
+    parser.add_argument("--only", default=None, help="of these numbers, only kinds whose name holds this")
     parser.add_argument(
         "--each", action="store_true", help="the kinds in turn, one case each, instead of by chance"
     )
-    parser.add_argument("--minutes", type=float, default=None, help="start no case later than this")
+    parser.add_argument("--workers", type=int, default=1, help="cases at a time")
+    parser.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=None,
+        help=f"start no case later; {FINISH_SECONDS:g} s more to finish",
+    )
     parser.add_argument("--out", type=Path, default=None, help="append a line of JSON for each case")
     parser.add_argument("--keep", action="store_true", help="keep the folders of cases with findings")
     parser.add_argument("--table", type=Path, nargs="+", default=None, help="print the table of such files")
-    given = parser.parse_args()
-    if given.table is not None:
-        print(table([json.loads(line) for path in given.table for line in path.read_text().splitlines()]))
-        return
+    return parser.parse_args()
+
+
+def wanted(given: argparse.Namespace, can: set[str]) -> Iterator[tuple[Case, Kind]]:
+    """The cases that are still to be run, or to be recorded as not possible, by this worker."""
+    known = read([given.out]) if given.out is not None and given.out.exists() else []
+    before = {case["number"]: case["outcome"] for case in known if case["seed"] == given.seed}
+    numbers = [given.case] if given.case is not None else range(given.first, given.first + given.cases)
+    for number in numbers:
+        case, kind = draw(given.seed, number, given.each)
+        left_out = given.only is not None and given.only not in case.kind
+        others = given.worker is not None and number % given.workers != given.worker
+        again = before.get(number) == NOT_POSSIBLE and kind.needs in can
+        if not left_out and not others and (number not in before or again):
+            yield case, kind
+
+
+def work(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """One case after another in this process."""
+    began = time.monotonic()
     torch.set_num_threads(1)
-    kinds = [one for one in KINDS if given.only is None or given.only in one.name]
-    if os.geteuid() != 0 or not available():
-        print("not root, or no tun device: without disks and links of their own", file=sys.stderr)
-        kinds = [one for one in kinds if not one.needs_root]
-    root = Path(tempfile.mkdtemp(prefix="chaos-"))
     os.environ["OMP_NUM_THREADS"] = "1"
-    warm.use(tempfile.mkdtemp(prefix="w-"))
+    root, can = Path(tempfile.mkdtemp(prefix="chaos-")), possible()
+    warm.use(tempfile.mkdtemp(prefix="w-", dir=root))
     warm._path()
-    references, done, began = References(root), [], time.monotonic()
-    chosen = [given.case] if given.case is not None else range(given.first, given.first + given.cases)
+    references, done = References(root), []
     try:
-        for number in chosen:
-            if given.minutes is not None and time.monotonic() - began > 60 * given.minutes:
+        for case, kind in wanted(given, can):
+            if given.seconds is not None and time.monotonic() - began > given.seconds:
                 break
-            case, kind = draw(given.seed, number, kinds, given.each)
-            folder = root / f"case-{number}"
-            started = time.monotonic()
+            folder, started = root / f"case-{case.number}", time.monotonic()
             try:
-                perform(case, kind, folder, references)
+                if kind.needs in can:
+                    perform(case, kind, folder, references)
+                else:
+                    case.outcome = NOT_POSSIBLE
             except Exception as error:
+                if warm._server[0].poll() is not None:
+                    raise  # every case after this one would fail too
                 case.findings.append(f"{type(error).__name__}: {error}")
+            case.seconds = round(time.monotonic() - started, 2)
             done.append(asdict(case))
-            if given.out is not None:
-                with given.out.open("a") as file:
-                    file.write(json.dumps(asdict(case)) + "\n")
-            layout = f"P={case.stages} D={case.data_ranks} then P={case.stages_after}"
-            print(
-                f"{number:5} {kind.name:38} {layout}  {case.outcome or '-'}  {time.monotonic() - started:.1f} s "
-                f"{' | '.join(case.findings)}",
-                flush=True,
-            )
+            _record(given, case)
             if not (given.keep and case.findings):
                 shutil.rmtree(folder, ignore_errors=True)
     finally:
+        runs.end_all()
         warm.close()
         if not given.keep:
             shutil.rmtree(root, ignore_errors=True)
+    return done
+
+
+def _record(given: argparse.Namespace, case: Case) -> None:
+    if given.out is not None:
+        file = os.open(given.out, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.write(file, (json.dumps(asdict(case)) + "\n").encode())  # in one piece: other workers append too
+        os.close(file)
+    layout = f"P={case.stages} D={case.data_ranks} then P={case.stages_after}"
+    findings = " | ".join(case.findings)
+    sys.stdout.write(
+        f"{case.number:5} {case.kind:38} {layout}  {case.outcome or '-'}  {case.seconds} s {findings}\n"
+    )
+    sys.stdout.flush()
+
+
+def share_out(given: argparse.Namespace) -> None:
+    """Workers, each a process with the numbers that are its own; none of them outlives the time by much."""
+    assert given.out is not None
+    words = [sys.executable, "-m", "chaos.campaign", *sys.argv[1:]]
+    workers = [subprocess.Popen([*words, "--worker", str(number)]) for number in range(given.workers)]
+    until = None if given.seconds is None else time.monotonic() + given.seconds + FINISH_SECONDS
+    try:
+        for worker in workers:
+            worker.wait(None if until is None else max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        print("The time is up: cases under way are dropped, and not recorded.", flush=True)
+    finally:
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            try:
+                worker.wait(LEAVE_SECONDS)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+    broken = [worker.returncode for worker in workers if worker.returncode not in (0, 1, STOPPED)]
+    if broken:
+        print(f"Workers ended with {broken}: their cases are not all recorded.", flush=True)
+
+
+STOPPED = 143  # told to stop, and everything that was started is gone
+
+
+def main() -> None:
+    given = options()
+    if given.table is not None:
+        print(table(read(given.table)))
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
+    if given.workers > 1 and given.worker is None:
+        if given.out is None:
+            sys.exit("Several workers write to one file: give --out.")
+        share_out(given)
+        done = [case for case in read([given.out]) if case["seed"] == given.seed]
+    else:
+        done = work(given)
+    if given.worker is None:
         print(table(done))
     sys.exit(any(case["findings"] for case in done))
 

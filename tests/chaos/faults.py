@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-STEPS = 16
-EVERY = 3  # steps between checkpoints
+STEPS = 12
+EVERY = 2  # steps between checkpoints
 TIMEOUT_SECONDS = 10.0
-NAN_STEPS = (5, 10)  # each has an undisturbed run of its own to be compared with
+NAN_STEPS = (4, 8)  # each has an undisturbed run of its own to be compared with
 
 Spec = dict[str, Any]
 
@@ -45,10 +45,14 @@ class Kind:
     started_by: str = "launcher"  # or "ranks": each rank as torchrun starts it
     fewest_ranks: int = 1
     weight: int = 2
-    needs_root: bool = False
     loses: bool = False  # what it takes away is more than the newest checkpoint
     traceback: bool = False  # an error of a program's own is shown with its place
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def needs(self) -> str:
+        """What only root has, and not everywhere: a "disk" or a "line" of its own; "" for nothing."""
+        return "line" if "line" in self.extra else "disk" if self.disk else ""
 
 
 def _step(rng: random.Random, low: int = 0, high: int = STEPS - 1) -> Spec:
@@ -115,7 +119,7 @@ def _killed_late(rng: random.Random, layout: Layout) -> Spec:
 
 def _early(name: str) -> Callable[[random.Random, Layout], Spec]:
     def arm(rng: random.Random, layout: Layout) -> Spec:
-        return {"kind": "early", "signal": name, "ranks": [], "after_seconds": rng.random() * 1.5}
+        return {"kind": "early", "signal": name, "ranks": [], "after_seconds": rng.random() * 0.8}
 
     return arm
 
@@ -181,11 +185,11 @@ KINDS: tuple[Kind, ...] = (
     Kind("SIGTERM twice", "stops", _signal("SIGTERM", "launcher", again=1), r"Stopp|Finished", weight=1),
     Kind("writer killed in its commit", "stops", _rename("commit"), SIGKILLED, weight=4),
     Kind("writer killed in its piece", "stops", _rename("piece"), SIGKILLED, weight=3),
-    Kind("disk full", "either", _anyone("fill"), FULL, disk="run", needs_root=True, weight=3),
+    Kind("disk full", "either", _anyone("fill"), FULL, disk="run", weight=3),
     Kind("disk full for a moment", "either", _anyone("fill", pause_for=lambda rng: rng.random()),
-         FULL, disk="run", needs_root=True, weight=3),
-    Kind("disk read-only", "either", _anyone("read-only", step=lambda rng: rng.randint(4, 12)), r"Read-only",
-         disk="checkpoints", needs_root=True, weight=2),
+         FULL, disk="run", weight=3),
+    Kind("disk read-only", "either", _anyone("read-only", step=lambda rng: rng.randint(3, STEPS - 3)), r"Read-only",
+         disk="checkpoints", weight=2),
     Kind("disk slow", "goes on", _everyone("slow-disk", delay_seconds=lambda rng: rng.random() * 0.4), weight=2),
     Kind("run folder removed", "either", _anyone("remove-folder"), REMOVED, loses=True, weight=2),
     Kind("checkpoint: a bit flipped", "stops", _killed_late, "", of_checkpoint(_flip), weight=3),
@@ -205,9 +209,9 @@ KINDS: tuple[Kind, ...] = (
     Kind("port in use", "stops", lambda rng, layout: {"kind": "port", "ranks": []}, r"in use|EADDRINUSE",
          started_by="ranks", fewest_ranks=2, weight=1),
     Kind("link cut", "stops", _anyone("tell"), LATE + r"|onnection", started_by="ranks", fewest_ranks=2,
-         needs_root=True, weight=2, extra={"line": "cut"}),
+         weight=2, extra={"line": "cut"}),
     Kind("link cut for a moment", "either", _anyone("tell"), LATE + r"|onnection", started_by="ranks", fewest_ranks=2,
-         needs_root=True, weight=1, extra={"line": "cut", "repaired_after": 1.0}),
-    Kind("link slow", "goes on", _anyone("tell"), started_by="ranks", fewest_ranks=2, needs_root=True, weight=1,
+         weight=1, extra={"line": "cut", "repaired_after": 1.0}),
+    Kind("link slow", "goes on", _anyone("tell"), started_by="ranks", fewest_ranks=2, weight=1,
          extra={"line": "slow"}),
 )  # fmt: skip

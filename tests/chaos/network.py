@@ -22,13 +22,11 @@ _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 
 
 def available() -> bool:
-    if os.geteuid() != 0 or not os.path.exists("/dev/net/tun"):
+    try:
+        with Line():
+            return True
+    except (OSError, subprocess.CalledProcessError):
         return False
-    name = f"chaos{os.getpid() % 1000}x"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
-    if made:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    return made
 
 
 class Line:
@@ -46,6 +44,16 @@ class Line:
         self._closed = threading.Event()
 
     def __enter__(self) -> Line:
+        try:
+            self._make()
+        except BaseException:
+            self._remove()
+            raise
+        self._thread = threading.Thread(target=self._carry, daemon=True)
+        self._thread.start()
+        return self
+
+    def _make(self) -> None:
         for name, address in zip(self.names, self.addresses, strict=True):
             _ip("netns", "add", name)
             end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
@@ -57,17 +65,18 @@ class Line:
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", self.interface)
             _ip("-n", name, "link", "set", self.interface, "up")
             _ip("-n", name, "link", "set", "lo", "up")
-        self._thread = threading.Thread(target=self._carry, daemon=True)
-        self._thread.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._thread.join()
+        self._remove()
+
+    def _remove(self) -> None:
         for end in self._ends:
             os.close(end)
         for name in self.names:
-            _ip("netns", "del", name)
+            with contextlib.suppress(OSError, subprocess.CalledProcessError):  # it was never made
+                _ip("netns", "del", name)
 
     def _carry(self) -> None:
         waiting: list[tuple[float, int, int, bytes]] = []

@@ -24,9 +24,9 @@ PAUSE_SECONDS = 0.015
 SETTINGS = [
     f"model.vocab={VOCAB}", "model.dim=16", "model.layers=4", "model.heads=2", "model.kv_heads=1", "model.ffn=32",
     "data.sequence=16", "pipeline.microbatches=4", "pipeline.microbatch_size=2", "pipeline.cutover=2",
-    f"train.steps={STEPS}", "train.eval_every=8", "train.eval_batches=1", "train.device=cpu", "train.report=false",
-    "train.timeline_at=0", f"train.timeout_seconds={TIMEOUT_SECONDS}", f"checkpoint.every={EVERY}", "checkpoint.keep=3",
-    "optim.lr=0.01", "health.hash_every=10",
+    f"train.steps={STEPS}", "train.eval_every=6", "train.eval_batches=1", "train.device=cpu", "train.report=false",
+    "train.timeline_at=0", f"train.timeout_seconds={TIMEOUT_SECONDS}", "train.disk_seconds=5",
+    f"checkpoint.every={EVERY}", "checkpoint.keep=3", "optim.lr=0.01", "health.hash_every=5",
 ]  # fmt: skip
 
 
@@ -41,7 +41,14 @@ class Ended:
 def processes() -> list[int]:
     """Everything that was started for a run and is still there."""
     server = warm._server[0].pid
-    found = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    try:
+        found = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    except FileNotFoundError:  # not every kernel lists them
+        found = [
+            entry
+            for entry in os.listdir("/proc")
+            if entry.isdigit() and _stat(int(entry))[1:2] == [str(server)]
+        ]
     return [int(pid) for pid in found]
 
 
@@ -146,18 +153,28 @@ def _wait(place: Path, began: float, ranks: list) -> float | None:
         time.sleep(0.02)
     if not left:
         return time.time()
-    for pid in left:
-        _kill(pid)
-    while processes():
-        time.sleep(0.02)
+    end_all()
     return None
 
 
+def end_all() -> None:
+    """Whatever is left of a run, by force."""
+    while left := processes():
+        for pid in left:
+            _kill(pid)
+        time.sleep(0.02)
+
+
 def _stopped(pid: int) -> bool:
+    return _stat(pid)[:1] == ["T"]
+
+
+def _stat(pid: int) -> list[str]:
+    """The state of a process, its parent, and so on; nothing of one that is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
+        return []
 
 
 def _kill(pid: int) -> None:

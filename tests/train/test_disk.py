@@ -116,6 +116,59 @@ def test_a_checkpoint_waits_for_room(tmp_path, monkeypatch, what):
     assert "waits" in told[0]
 
 
+def test_a_disk_that_stayed_full_is_waited_for_once(tmp_path, monkeypatch):
+    """Each checkpoint would wait as long again, and a run at its end for all of them. With room it counts anew."""
+    clock = SimpleNamespace(now=0.0, left=True)
+    monkeypatch.setattr(
+        writers, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda seconds: None)
+    )
+    original, tries = writers.write_piece, {}
+
+    def never(draft, *args):
+        tries[draft.name[:20]] = tries.get(draft.name[:20], 0) + 1
+        if clock.left:
+            clock.now += 1.0
+            raise CheckpointError("full") from full()
+        return original(draft, *args)
+
+    monkeypatch.setattr(writers, "write_piece", never)
+    monkeypatch.setattr(writers, "RETRY_SECONDS", 0.0)
+    leader = Leader(("stage-000",), 9, lambda step, timeout: True, lambda step, path: None)
+    root = tmp_path / "checkpoints"
+    writer = Writer(root, "n", "stage-000", lambda step, text: None, leader, 60.0, disk_seconds=10.0)
+    for step in (4, 8):
+        writer.submit(step, {"master": {}}, {})
+        with pytest.raises(CheckpointError, match="full"):
+            writer.finish()
+    assert tries == {".draft-step-00000004": 10, ".draft-step-00000008": 1}
+    clock.left = False
+    writer.submit(12, {"master": {}}, {})
+    writer.finish()
+    clock.left = True
+    writer.submit(16, {"master": {}}, {})
+    with pytest.raises(CheckpointError, match="full"):
+        writer.finish()
+    assert tries[".draft-step-00000016"] == 10
+
+
+def test_the_leader_waits_as_long_as_the_others_try(tmp_path, monkeypatch):
+    """With train.timeout_seconds below train.disk_seconds it gave up on a rank that was still waiting for room."""
+    clock = SimpleNamespace(now=0.0)
+
+    def sleep(seconds):
+        clock.now += 1.0
+        if clock.now > 30.0:
+            draft = tmp_path / "checkpoints" / ".draft-step-00000004-n"
+            (draft / "stage-001.json").write_text('{"files": {}}')
+
+    monkeypatch.setattr(writers, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    leader = Leader(("stage-000", "stage-001"), 2, lambda step, timeout: True, lambda step, path: None)
+    writer = Writer(tmp_path / "checkpoints", "n", "stage-000", lambda step, text: None, leader, 10.0, 60.0)
+    writer.submit(4, {"master": {}}, {})
+    writer.finish()
+    assert clock.now > 30.0
+
+
 def test_a_run_whose_folder_was_removed_ends_soon_and_says_so(runs, monkeypatch):
     """It was noticed at the end only, and the checkpoints made the folder again."""
     monkeypatch.setattr(append, "LOOK_SECONDS", 0.0)

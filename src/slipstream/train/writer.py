@@ -59,6 +59,7 @@ class Writer:
     _last_failure: CheckpointError | None = None
     _broken: Exception | None = None  # what ended the thread: nothing of this kind is expected
     _closed: threading.Event = field(default_factory=threading.Event)
+    _full_since: float | None = None  # when a write first found no room, until one finds some
 
     def submit(
         self,
@@ -155,13 +156,20 @@ class Writer:
         return write_piece(draft, self.piece, tree)
 
     def _patiently(self, step: int, write: Callable[[], Any]) -> Any:
-        """`write`, again while the disk is full, for as long as it is given."""
-        deadline, told = time.monotonic() + self.disk_seconds, False
+        """`write`, again while the disk is full. A disk has its time once: one that stayed full is not waited for
+        by the next checkpoint too."""
+        told = False
         while True:
+            began = time.monotonic()
             try:
-                return write()
+                found = write()
+                self._full_since = None
+                return found
             except (OSError, CheckpointError) as error:
-                if self._closed.is_set() or not is_momentary(error) or time.monotonic() >= deadline:
+                if self._closed.is_set() or not is_momentary(error):
+                    raise
+                self._full_since = began if self._full_since is None else self._full_since
+                if time.monotonic() - self._full_since >= self.disk_seconds:
                     raise
                 if not told:
                     text = (
@@ -174,14 +182,15 @@ class Writer:
     def _gather(self, draft: Path, leader: Leader) -> dict[str, Digest]:
         """Wait for the other ranks' pieces; their .json appears, whole, when the piece is on disk."""
         files: dict[str, Digest] = {}
-        deadline = time.monotonic() + self.timeout_seconds
+        seconds = self.timeout_seconds + self.disk_seconds  # another rank may be waiting for room
+        deadline = time.monotonic() + seconds
         for piece in leader.pieces:
             text, failure = draft / f"{piece}.json", draft / f"{piece}.failed"
             while not text.exists():
                 if failure.exists():
                     raise CheckpointError(failure.read_text(encoding="utf-8"))
                 if self._closed.is_set() or time.monotonic() > deadline:
-                    raise CheckpointError(f"'{piece}' did not arrive within {self.timeout_seconds:g} s.")
+                    raise CheckpointError(f"'{piece}' did not arrive within {seconds:g} s.")
                 time.sleep(POLL_SECONDS)
             stored = json.loads(text.read_text(encoding="utf-8"))["files"]
             files |= {name: Digest(**value) for name, value in stored.items()}
