@@ -29,11 +29,11 @@ from slipstream.pipeline.buckets import Bucket, buckets
 from slipstream.pipeline.checks import check_ties, held_ties
 from slipstream.pipeline.peers import (
     Gradients,
-    Heard,
     InStream,
     OverRanks,
+    RankStatus,
+    RunStatus,
     Steps,
-    Tally,
     Wait,
     copy_first,
     hand_out,
@@ -154,20 +154,20 @@ class Mesh:
                 yield from self._tie_groups[name].all_reduce(total)
             hand_out(total, grads, indices)
 
-    def exchange(self, squares: Tensor, tally: Tally) -> Generator[Wait, None, Heard]:
+    def exchange(self, squares: Tensor, status: RankStatus) -> Generator[Wait, None, RunStatus]:
         mine = yield from to_host(squares)
         stages = len(self.layout.slots)
         count, offset = sum(self.layout.slots), sum(self.layout.slots[: self.layout.stage])
         vector = torch.zeros(_numbers(self.layout), dtype=torch.float64)
         vector[offset : offset + len(mine)] = torch.tensor(mine, dtype=torch.float64)
-        vector[count] = float(tally.stop)
+        vector[count] = float(status.stop)
         if self.layout.speaks:
-            vector[count + 1 + self.layout.stage] = tally.work_seconds
-            vector[count + 1 + stages + self.layout.stage] = tally.link_seconds
+            vector[count + 1 + self.layout.stage] = status.work_seconds
+            vector[count + 1 + stages + self.layout.stage] = status.link_seconds
         yield self._sum_over_ranks(vector)
         numbers = vector.tolist()
         rest = numbers[count + 1 :]
-        return Heard(numbers[:count], numbers[count] > 0, rest[:stages], rest[stages:])
+        return RunStatus(numbers[:count], numbers[count] > 0, rest[:stages], rest[stages:])
 
     def _sum_over_ranks(self, vector: Tensor) -> Wait:
         if self._board is not None:

@@ -77,7 +77,7 @@ class OverRanks:
 
 
 @dataclass
-class Tally:
+class RankStatus:
     """What a rank tells the others once per update, beside the squared norms of its gradients."""
 
     stop: bool = False  # asks the run to stop
@@ -86,7 +86,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Heard:
+class RunStatus:
     """What all ranks told in one update."""
 
     squares: list[float]  # squared gradient norms of all parameters of all stages
@@ -116,8 +116,8 @@ class Peers(Protocol):
         """Sum the gradients of tied weights, in place."""
         ...
 
-    def exchange(self, squares: Tensor, tally: Tally) -> Generator[Wait, None, Heard]:
-        """Tell this rank's slots of the squared norms and its tally; return what all told."""
+    def exchange(self, squares: Tensor, status: RankStatus) -> Generator[Wait, None, RunStatus]:
+        """Tell this rank's slots of the squared norms and its status; return what all told."""
         ...
 
     def gather(self, weights: Sequence[Tensor]) -> Steps:
@@ -152,9 +152,9 @@ class Alone:
             hand_out(sum_present([grads[index] for index in tie]), grads, tie)
         yield from ()
 
-    def exchange(self, squares: Tensor, tally: Tally) -> Generator[Wait, None, Heard]:
+    def exchange(self, squares: Tensor, status: RankStatus) -> Generator[Wait, None, RunStatus]:
         told = yield from to_host(squares)
-        return Heard(told, tally.stop, [tally.work_seconds], [tally.link_seconds])
+        return RunStatus(told, status.stop, [status.work_seconds], [status.link_seconds])
 
     def gather(self, weights: Sequence[Tensor]) -> Steps:
         yield from ()

@@ -227,11 +227,11 @@ class Synchronous:
         return self._trace.take()
 
     def request_stop(self) -> None:
-        self._updater.tally.stop = True
+        self._updater.status.stop = True
 
     def stopping(self) -> bool:
-        heard = self._updater.heard.get(self._group - 1)
-        return heard is not None and heard.stop
+        known = self._updater.statuses.get(self._group - 1)
+        return known is not None and known.stop
 
 
 def held_by(schedule: str, rank: int, stages: int) -> list[int]:
