@@ -35,8 +35,8 @@ from slipstream.pipeline.peers import (
     RunStatus,
     Steps,
     Wait,
+    assign_tied,
     copy_first,
-    hand_out,
     sum_present,
     to_host,
 )
@@ -152,7 +152,7 @@ class Mesh:
             if name in self._tie_groups and not (self.sharded and indices[0] not in self.owned):
                 total = self._present(grads, indices[0]) if total is None else total.clone()
                 yield from self._tie_groups[name].all_reduce(total)
-            hand_out(total, grads, indices)
+            assign_tied(total, grads, indices)
 
     def exchange(self, squares: Tensor, status: RankStatus) -> Generator[Wait, None, RunStatus]:
         mine = yield from to_host(squares)
@@ -191,7 +191,7 @@ class Mesh:
             if owner != self._here:
                 bucket.unpack()
 
-    def agree(self, weights: Sequence[Tensor]) -> None:
+    def broadcast_initial(self, weights: Sequence[Tensor]) -> None:
         for axis in range(2):  # over data ranks, then over tensor ranks
             for weight, row in zip(weights, self._rows, strict=True):
                 ranks = row.begins_over[axis] if axis < len(row.begins_over) else ()

@@ -124,7 +124,7 @@ class Peers(Protocol):
         """Complete a bank of which each owner has written its part."""
         ...
 
-    def agree(self, weights: Sequence[Tensor]) -> None:
+    def broadcast_initial(self, weights: Sequence[Tensor]) -> None:
         """At the start, give tied weights and data ranks the values of the first of them."""
         ...
 
@@ -149,7 +149,7 @@ class Alone:
 
     def tie(self, grads: Gradients) -> Steps:
         for tie in self.ties:
-            hand_out(sum_present([grads[index] for index in tie]), grads, tie)
+            assign_tied(sum_present([grads[index] for index in tie]), grads, tie)
         yield from ()
 
     def exchange(self, squares: Tensor, status: RankStatus) -> Generator[Wait, None, RunStatus]:
@@ -159,7 +159,7 @@ class Alone:
     def gather(self, weights: Sequence[Tensor]) -> Steps:
         yield from ()
 
-    def agree(self, weights: Sequence[Tensor]) -> None:
+    def broadcast_initial(self, weights: Sequence[Tensor]) -> None:
         for tie in self.ties:
             copy_first(weights, tie)
 
@@ -184,7 +184,7 @@ def sum_present(tensors: Sequence[Tensor | None]) -> Tensor | None:
     return total
 
 
-def hand_out(total: Tensor | None, grads: Gradients, tie: Sequence[int]) -> None:
+def assign_tied(total: Tensor | None, grads: Gradients, tie: Sequence[int]) -> None:
     """To each of the tied parameters a tensor of its own: corrections and optimizers may change gradients in place."""
     for index in tie:
         grads[index] = total if total is None or index == tie[0] else total.clone()

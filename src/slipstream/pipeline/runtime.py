@@ -125,7 +125,7 @@ class Schedule2BW:
             self._stage, self._peers.groups, warm_up_behind=lambda: self._depth.warm_up_behind,
             timeout_seconds=timeout, delay_seconds=link_latency,
         )  # fmt: skip
-        self._peers.agree(self._versions.master.weights)
+        self._peers.broadcast_initial(self._versions.master.weights)
         self._versions.spread()
         if shard_optimizer:
             self._versions.owned = self._peers.owned
@@ -273,7 +273,7 @@ class Schedule2BW:
         self.drain()
         self._updater.await_copies()
         with torch.no_grad(), self.gathered_master():
-            self._peers.agree(self._versions.master.weights)
+            self._peers.broadcast_initial(self._versions.master.weights)
             self._versions.spread()
 
     def capture(self) -> states.State:
