@@ -71,7 +71,7 @@ class Exchanges:
         mesh, device = parameter.device_mesh, parameter.to_local().device
         if mesh not in self._meetings:
             axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-            self._meetings[mesh] = Groups.meet(axes, device, TIMEOUT_SECONDS)
+            self._meetings[mesh] = Groups.handshake(axes, device, TIMEOUT_SECONDS)
         made = self._meetings[mesh].device(f"exchange/{'-'.join(map(str, ranks))}", ranks)
         if made.in_stream:  # NCCL connects at the first message of a kind: now, not in the middle of a run
             probe = torch.zeros(len(ranks), device=device)

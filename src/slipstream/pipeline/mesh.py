@@ -81,7 +81,7 @@ class Mesh:
         self._timeout_seconds = timeout_seconds
         held = held_ties(parameters, ties, rows)
         self.layout = _discover(len(rows), held, stage, stages, group, data_group, grid)
-        self.groups = Groups.meet([group, *grid.spanning], device, timeout_seconds)
+        self.groups = Groups.handshake([group, *grid.spanning], device, timeout_seconds)
         # Reductions and gathers share a group: updates follow one another, so all ranks use it in one order.
         over: list[Ranks] = sorted(
             ranks for ranks in {grid.data, *(row.averaged_over for row in rows)} if len(ranks) > 1
