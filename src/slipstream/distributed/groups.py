@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 from weakref import WeakSet
 
 import torch
@@ -66,6 +66,13 @@ class Scope:
 
     def under(self, name: str) -> dist.Store:
         return dist.PrefixStore(name, self.store)
+
+
+class Wait(Protocol):
+    """Something under way. `torch.distributed.Work` is one."""
+
+    def is_completed(self) -> bool: ...
+    def wait(self) -> object: ...
 
 
 class Group:

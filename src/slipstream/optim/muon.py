@@ -28,10 +28,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from slipstream.distributed.groups import Wait
 from slipstream.errors import UserError
 from slipstream.lists import add_, copy_, lerp_, lerp_and_add
 from slipstream.optim.newton_schulz import STEPS
-from slipstream.optim.sharded import Batch, Exchanges, Layout, Wait, lay_out, local, orthogonal
+from slipstream.optim.sharded import Batch, Exchanges, Layout, lay_out, local, orthogonal
 from slipstream.optim.velocity import adam_velocity, groups_and_states
 
 SCALES: dict[str, Callable[[int, int], float]] = {

@@ -15,25 +15,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from slipstream.distributed.groups import Group, Groups
+from slipstream.distributed.groups import Group, Groups, Wait
 from slipstream.errors import UserError
 from slipstream.optim.newton_schulz import compute_dtype
 from slipstream.optim.stacks import Fill, Stack, orthogonal_stacks, stacks
 from slipstream.torch_private import is_strided_shard
-
-
-class Wait(Protocol):
-    """Something under way, such as a `torch.distributed` work."""
-
-    def is_completed(self) -> bool: ...
-    def wait(self) -> object: ...
 
 
 class Batch(NamedTuple):

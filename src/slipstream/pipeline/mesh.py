@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.distributed import wires
-from slipstream.distributed.groups import Group, Groups
+from slipstream.distributed.groups import Group, Groups, Wait
 from slipstream.errors import UserError
 from slipstream.lists import mul_
 from slipstream.pipeline.board import Board, PeerLost, suits
@@ -34,7 +34,6 @@ from slipstream.pipeline.peers import (
     RankStatus,
     RunStatus,
     Steps,
-    Wait,
     assign_tied,
     copy_first,
     sum_present,

@@ -15,17 +15,10 @@ import torch
 from torch import Tensor
 
 from slipstream.distributed import lost
-from slipstream.distributed.groups import Group, Groups
+from slipstream.distributed.groups import Group, Groups, Wait
 from slipstream.pipeline.board import PeerLost
 
 Gradients = list[Tensor | None]
-
-
-class Wait(Protocol):
-    """Something under way. `torch.distributed.Work` is one."""
-
-    def is_completed(self) -> bool: ...
-    def wait(self) -> object: ...
 
 
 Steps = Iterator[Wait]

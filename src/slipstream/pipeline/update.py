@@ -29,11 +29,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slipstream.distributed import lost
+from slipstream.distributed.groups import Wait
 from slipstream.errors import UserError
 from slipstream.lists import norms
 from slipstream.optim.corrections import Correction
 from slipstream.pipeline.board import PeerLost
-from slipstream.pipeline.peers import Gradients, Peers, RankStatus, RunStatus, Wait
+from slipstream.pipeline.peers import Gradients, Peers, RankStatus, RunStatus
 from slipstream.pipeline.stepping import Stepping, Written
 from slipstream.pipeline.versions import Target, Versions
 from slipstream.torch_private import mark_stepped
