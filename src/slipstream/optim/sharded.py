@@ -37,7 +37,8 @@ class Batch(NamedTuple):
 
 
 def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """The part of a tensor that lives on this rank, without autograd."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 Ranks = tuple[int, ...]

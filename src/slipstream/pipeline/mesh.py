@@ -24,6 +24,7 @@ from slipstream.distributed import wires
 from slipstream.distributed.groups import Group, Groups, Wait
 from slipstream.errors import UserError
 from slipstream.lists import mul_
+from slipstream.optim.sharded import local
 from slipstream.pipeline.board import Board, PeerLost, suits
 from slipstream.pipeline.buckets import Bucket, buckets
 from slipstream.pipeline.checks import check_ties, held_ties
@@ -40,7 +41,6 @@ from slipstream.pipeline.peers import (
     to_host,
 )
 from slipstream.pipeline.placement import Grid, Placement, Ranks
-from slipstream.pipeline.replica import local
 
 
 @dataclass(frozen=True)
