@@ -82,14 +82,14 @@ class Exchanges:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Grouping:
     """What follows from the shapes and placements of some parameters alone."""
 
     whole: list[Stack]
     shards: dict[tuple[Group, torch.dtype], list[int]]
 
 
-def lay_out(params: Sequence[Tensor], groups: Exchanges) -> Layout:
+def group_matrices(params: Sequence[Tensor], groups: Exchanges) -> Grouping:
     shards: dict[tuple[Group, torch.dtype], list[int]] = {}
     whole: list[int] = []
     for i, parameter in enumerate(params):
@@ -99,16 +99,18 @@ def lay_out(params: Sequence[Tensor], groups: Exchanges) -> Layout:
         else:
             shards.setdefault((groups[cut.ranks], compute_dtype(parameter)), []).append(i)
     found = stacks([local(params[i]) for i in whole])
-    return Layout([replace(stack, indices=[whole[k] for k in stack.indices]) for stack in found], shards)
+    return Grouping([replace(stack, indices=[whole[k] for k in stack.indices]) for stack in found], shards)
 
 
-def orthogonal(params: Sequence[Tensor], fill: Fill, steps: int, layout: Layout) -> Iterator[Wait | Batch]:
+def orthogonal(
+    params: Sequence[Tensor], fill: Fill, steps: int, grouping: Grouping
+) -> Iterator[Wait | Batch]:
     """Orthogonalise one tensor for each of `params`; `fill(indices, outs)` writes local parts."""
     exchanges = [
         (own, Exchange([params[i] for i in own], _renumbered(fill, own), group, dtype))
-        for (group, dtype), own in layout.shards.items()
+        for (group, dtype), own in grouping.shards.items()
     ]
-    for batch, directions in orthogonal_stacks(layout.whole, fill, steps):
+    for batch, directions in orthogonal_stacks(grouping.whole, fill, steps):
         yield Batch(batch, directions)
     for indices, exchange in exchanges:
         yield exchange.gathered

@@ -44,7 +44,7 @@ from slipstream.pipeline.placement import Grid, Placement, Ranks
 
 
 @dataclass(frozen=True)
-class Layout:
+class Holdings:
     """Who holds what, as every rank knows it after one exchange at the start."""
 
     stage: int
@@ -79,7 +79,7 @@ class Mesh:
         self._rows, self._grid, self._ties = list(rows), grid, ties
         self._timeout_seconds = timeout_seconds
         held = held_ties(parameters, ties, rows)
-        self.layout = _discover(len(rows), held, stage, stages, group, data_group, grid)
+        self.holdings = _discover(len(rows), held, stage, stages, group, data_group, grid)
         self.groups = Groups.handshake([group, *grid.spanning], device, timeout_seconds)
         # Reductions and gathers share a group: updates follow one another, so all ranks use it in one order.
         over: list[Ranks] = sorted(
@@ -89,18 +89,18 @@ class Mesh:
         self._tensor: Group | None = None
         if len(grid.tensor) > 1:
             self._tensor = self.groups.device(f"tensor/{_joined(grid.tensor)}", grid.tensor)
-        everyone = _everyone(group, self.layout.ranks)
+        everyone = _everyone(group, self.holdings.ranks)
         self._board: Board | None = None
         self._control: Group | None = None
-        if suits(len(everyone), _numbers(self.layout)):
+        if suits(len(everyone), _numbers(self.holdings)):
             others = [rank for rank in everyone if rank != dist.get_rank()]
             found = wires.connect(self.groups.scope.under("board"), dist.get_rank(), others, timeout_seconds)
             self._board = Board(dist.get_rank(), found, timeout_seconds)
         else:
             self._control = self.groups.host("control", everyone)
         self._tie_groups = {
-            name: TieGroup(self.layout, name, self.groups, timeout_seconds)
-            for name, holding in sorted(self.layout.holders.items())
+            name: TieGroup(self.holdings, name, self.groups, timeout_seconds)
+            for name, holding in sorted(self.holdings.holders.items())
             if len(holding) > 1 and stage in holding
         }
         # FSDP and tensor parallelism queue collectives of their own in every microbatch.
@@ -114,7 +114,8 @@ class Mesh:
     def _counted_elsewhere(self, index: int) -> bool:
         """A tied weight is one parameter: its first holder counts it."""
         return any(
-            index in indices and (self.layout.holders[name][0] != self.layout.stage or index != indices[0])
+            index in indices
+            and (self.holdings.holders[name][0] != self.holdings.stage or index != indices[0])
             for name, indices in self._ties.items()
         )
 
@@ -155,14 +156,14 @@ class Mesh:
 
     def exchange(self, squares: Tensor, status: RankStatus) -> Generator[Wait, None, RunStatus]:
         mine = yield from to_host(squares)
-        stages = len(self.layout.slots)
-        count, offset = sum(self.layout.slots), sum(self.layout.slots[: self.layout.stage])
-        vector = torch.zeros(_numbers(self.layout), dtype=torch.float64)
+        stages = len(self.holdings.slots)
+        count, offset = sum(self.holdings.slots), sum(self.holdings.slots[: self.holdings.stage])
+        vector = torch.zeros(_numbers(self.holdings), dtype=torch.float64)
         vector[offset : offset + len(mine)] = torch.tensor(mine, dtype=torch.float64)
         vector[count] = float(status.stop)
-        if self.layout.speaks:
-            vector[count + 1 + self.layout.stage] = status.work_seconds
-            vector[count + 1 + stages + self.layout.stage] = status.link_seconds
+        if self.holdings.speaks:
+            vector[count + 1 + self.holdings.stage] = status.work_seconds
+            vector[count + 1 + stages + self.holdings.stage] = status.link_seconds
         yield self._sum_over_ranks(vector)
         numbers = vector.tolist()
         rest = numbers[count + 1 :]
@@ -221,8 +222,8 @@ class TieGroup:
     P-1 microbatches: it is queued when the first holder has told that its own is (`in_stream.py` says why so).
     """
 
-    def __init__(self, layout: Layout, name: str, groups: Groups, timeout_seconds: float) -> None:
-        ranks = [layout.pipeline_ranks[stage] for stage in layout.holders[name]]
+    def __init__(self, holdings: Holdings, name: str, groups: Groups, timeout_seconds: float) -> None:
+        ranks = [holdings.pipeline_ranks[stage] for stage in holdings.holders[name]]
         where = f"tie/{_joined(ranks)}/{name}"
         self.group = groups.device(where, ranks)
         self._timeout_seconds = timeout_seconds
@@ -272,9 +273,9 @@ def _joined(ranks: Sequence[int]) -> str:
     return "-".join(str(rank) for rank in ranks)
 
 
-def _numbers(layout: Layout) -> int:
+def _numbers(holdings: Holdings) -> int:
     """The length of what a rank tells in an update: squared norms, a wish to stop, two times of each stage."""
-    return sum(layout.slots) + 1 + 2 * len(layout.slots)
+    return sum(holdings.slots) + 1 + 2 * len(holdings.slots)
 
 
 def _discover(
@@ -285,7 +286,7 @@ def _discover(
     group: dist.ProcessGroup | None,
     data_group: dist.ProcessGroup | None,
     grid: Grid,
-) -> Layout:
+) -> Holdings:
     """`ties`: tied weight -> shapes and layouts of this stage's parameters that hold it."""
     told: list[Any] = [None] * stages
     sizes = len(grid.data), len(grid.tensor)
@@ -306,7 +307,7 @@ def _discover(
             holders.setdefault(name, []).append(index)
     check_ties([held for _, _, held, *_ in told])
     ranks = _stage_ranks(grid, data_group)
-    return Layout(
+    return Holdings(
         stage=stage,
         speaks=grid.rank == ranks[0],
         ranks=ranks,
