@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import StageError, UserError
-from slipstream.pipeline.board import PeerLost
 from slipstream.pipeline.checks import as_message, detached, shapes
 from slipstream.pipeline.depth import Depth
 from slipstream.pipeline.fsdp import before_backward, give_back
 from slipstream.pipeline.gradients import Accumulator
+from slipstream.pipeline.host_sum import PeerLost
 from slipstream.pipeline.links import Links
 from slipstream.pipeline.messages import Spec, spec_of
 from slipstream.pipeline.microbatches import Microbatch, check_loss

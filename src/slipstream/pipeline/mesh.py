@@ -3,7 +3,7 @@
 Every decision about a parameter is its row in the table of placements (`placement.py`); this file only carries the
 rows out. The norm: each stage fills its own slots of one float64 vector (zeros elsewhere, and where another rank counts
 the piece), so that the sum over ranks is that of each piece once; every rank then sums the same slots. It travels
-between host processes (`board.py` on one machine, gloo between several), where a wait for other stages holds no device.
+between host processes (`host_sum.py`, or gloo for very many), where a wait for other stages holds no device.
 With a sharded optimizer (ZeRO-1) each data rank owns whole parameters: gradients are reduced to the owner, and a bank
 is completed by broadcasts from the owners in the bank's dtype. Tensors travel as they are; only small ones are packed
 (`buckets.py`).
@@ -25,9 +25,9 @@ from slipstream.distributed.groups import Group, Groups, Wait
 from slipstream.errors import UserError
 from slipstream.lists import mul_
 from slipstream.optim.sharded import local
-from slipstream.pipeline.board import Board, PeerLost, suits
 from slipstream.pipeline.buckets import Bucket, buckets
 from slipstream.pipeline.checks import check_ties, held_ties
+from slipstream.pipeline.host_sum import HostSum, PeerLost, suits
 from slipstream.pipeline.peers import (
     Gradients,
     InStream,
@@ -90,12 +90,14 @@ class Mesh:
         if len(grid.tensor) > 1:
             self._tensor = self.groups.device(f"tensor/{_joined(grid.tensor)}", grid.tensor)
         everyone = _everyone(group, self.holdings.ranks)
-        self._board: Board | None = None
+        self._host_sum: HostSum | None = None
         self._control: Group | None = None
         if suits(len(everyone), _numbers(self.holdings)):
             others = [rank for rank in everyone if rank != dist.get_rank()]
-            found = wires.connect(self.groups.scope.under("board"), dist.get_rank(), others, timeout_seconds)
-            self._board = Board(dist.get_rank(), found, timeout_seconds)
+            found = wires.connect(
+                self.groups.scope.under("host_sum"), dist.get_rank(), others, timeout_seconds
+            )
+            self._host_sum = HostSum(dist.get_rank(), found, timeout_seconds)
         else:
             self._control = self.groups.host("control", everyone)
         self._tie_groups = {
@@ -170,8 +172,8 @@ class Mesh:
         return RunStatus(numbers[:count], numbers[count] > 0, rest[:stages], rest[stages:])
 
     def _sum_over_ranks(self, vector: Tensor) -> Wait:
-        if self._board is not None:
-            return self._board.all_reduce(vector)
+        if self._host_sum is not None:
+            return self._host_sum.all_reduce(vector)
         assert self._control is not None
         return waiting(self._control.all_reduce(vector), self._control, self._timeout_seconds)
 
@@ -211,8 +213,8 @@ class Mesh:
         """Hang up; the groups are closed by whoever made them."""
         for tie in self._tie_groups.values():
             tie.close()
-        if self._board is not None:
-            self._board.close()
+        if self._host_sum is not None:
+            self._host_sum.close()
 
 
 class TieGroup:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.distributed import lost
 from slipstream.distributed.groups import Group, Groups, Wait
-from slipstream.pipeline.board import PeerLost
+from slipstream.pipeline.host_sum import PeerLost
 
 Gradients = list[Tensor | None]
 

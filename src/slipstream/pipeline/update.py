@@ -33,7 +33,7 @@ from slipstream.distributed.groups import Wait
 from slipstream.errors import UserError
 from slipstream.lists import norms
 from slipstream.optim.corrections import Correction
-from slipstream.pipeline.board import PeerLost
+from slipstream.pipeline.host_sum import PeerLost
 from slipstream.pipeline.peers import Gradients, Peers, RankStatus, RunStatus
 from slipstream.pipeline.stepping import Stepping, Written
 from slipstream.pipeline.versions import Target, Versions
