@@ -13,7 +13,7 @@ it waits for, so a pipeline can go on with its microbatches meanwhile.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -270,11 +270,17 @@ class Exchange:
 
 
 def owners(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
-    """Who orthogonalises which matrix: the costly ones first, each to the rank with the least work so far."""
-    costs = [shape.numel() * min(shape[-2:]) for shape in shapes]
+    """Who orthogonalises which matrix."""
+    return least_loaded([shape.numel() * min(shape[-2:]) for shape in shapes], ranks)
+
+
+def least_loaded(costs: Sequence[int], ranks: int, given: Mapping[int, int] | None = None) -> list[int]:
+    """A rank for each item: the costly ones first, each to the rank with the least so far. `given`: item -> rank,
+    settled before the others."""
+    fixed = given or {}
     load = [0] * ranks
-    owner = [0] * len(shapes)
-    for i in sorted(range(len(shapes)), key=lambda i: (-costs[i], i)):
-        owner[i] = load.index(min(load))
+    owner = [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: (i not in fixed, -costs[i], i)):
+        owner[i] = fixed[i] if i in fixed else load.index(min(load))
         load[owner[i]] += costs[i]
     return owner
