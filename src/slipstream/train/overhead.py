@@ -31,7 +31,7 @@ from slipstream.config import Config, from_tree, load, resolve
 from slipstream.distributed import RankPool, World
 from slipstream.errors import UserError
 from slipstream.train import batches
-from slipstream.train.assemble import assemble, seat_of
+from slipstream.train.assemble import assemble, position_of
 from slipstream.train.board import SharedBoard
 from slipstream.train.folder import Plan
 from slipstream.train.sources import data_folder
@@ -91,7 +91,7 @@ def _assembled(config: Config, world: World, name: str) -> Iterator[Parts]:
     with (
         (folder / f"lines-{world.rank}.txt").open("w", encoding="utf-8") as lines,
         contextlib.redirect_stdout(lines),
-        assemble(config, world, seat_of(config, world), data_folder(config), plan, board) as parts,
+        assemble(config, world, position_of(config, world), data_folder(config), plan, board) as parts,
     ):
         yield parts
 

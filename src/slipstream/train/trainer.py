@@ -28,7 +28,7 @@ from slipstream.train.build import Model
 from slipstream.train.engine import Engine
 from slipstream.train.evaluate import validate
 from slipstream.train.profiling import Profiling
-from slipstream.train.reporter import Reporter, Seat
+from slipstream.train.reporter import Position, Reporter
 from slipstream.train.sources import Dataset
 from slipstream.train.state import Copier
 from slipstream.train.timeline import Tracing, recorded_from
@@ -41,7 +41,7 @@ class Parts:
 
     config: Config
     model: Model
-    seat: Seat
+    position: Position
     engine: Engine
     board: Board
     train_data: Dataset
@@ -78,8 +78,8 @@ def train(
     total, eval_every = config.train.steps, config.train.eval_every
     saver = _Saver(parts, data_offset, step)
     engine.after_update = saver.after_update
-    profiling = Profiling(Path(config.run.dir), parts.seat.rank, config.train.profile)
-    tracing = Tracing(engine, parts.board, parts.recorder, parts.seat, recorded_from(config))
+    profiling = Profiling(Path(config.run.dir), parts.position.rank, config.train.profile)
+    tracing = Tracing(engine, parts.board, parts.recorder, parts.position, recorded_from(config))
     reporter.start(step)
     ended_early = False
     if validate_first:
@@ -182,7 +182,7 @@ class _Saver:
         if self._comparable and config.health.hash_every and step % config.health.hash_every == 0:
             state = self._parts.engine.capture()
             self._parts.board.post(
-                f"hash/{step}/{self._parts.seat.rank}", health.fingerprint(state, self._parts.tied)
+                f"hash/{step}/{self._parts.position.rank}", health.fingerprint(state, self._parts.tied)
             )
             self._hashed.append(step)
 
@@ -191,7 +191,7 @@ class _Saver:
         if step == self._saved or not self._parts.config.checkpoint.keep:
             return
         self._saved = step
-        if self._parts.seat.data_rank == 0 or self._parts.config.pipeline.shard_optimizer:
+        if self._parts.position.data_rank == 0 or self._parts.config.pipeline.shard_optimizer:
             snapshot = self._copier.copy(self._parts.engine.capture())
             if snapshot.copied is not None:
                 self._parts.engine.hold(snapshot.copied)
@@ -202,23 +202,23 @@ class _Saver:
         linked then (`assemble.py`), one that was committed before its loss was known, here."""
         self.save(step)
         saved = checkpoint.folder_of(self._parts.root, step)
-        if self._parts.seat.leader and saved.exists():
+        if self._parts.position.leader and saved.exists():
             checkpoint.point_at(saved)
 
     def check_hashes(self, *, finish: bool = False) -> None:
         """The leader compares what all ranks posted, when they have; a difference ends the run by name."""
-        if not self._parts.seat.leader:
+        if not self._parts.position.leader:
             return
         while self._hashed:
-            step, seat = self._hashed[0], self._parts.seat
-            keys = [f"hash/{step}/{rank}" for rank in range(seat.stages * seat.data_ranks)]
+            step, position = self._hashed[0], self._parts.position
+            keys = [f"hash/{step}/{rank}" for rank in range(position.stages * position.data_ranks)]
             found = self._parts.board.wait(*keys) if finish else self._parts.board.read(*keys)
             if found is None:
                 return
             self._hashed.pop(0)
             problem = health.divergence(
                 dict(enumerate(found)),
-                seat.stages,
+                position.stages,
                 step,
                 replicated=not self._parts.config.pipeline.shard_optimizer,
             )
@@ -227,12 +227,12 @@ class _Saver:
 
     @property
     def _comparable(self) -> bool:
-        return self._parts.seat.data_ranks > 1 or bool(self._parts.tied)
+        return self._parts.position.data_ranks > 1 or bool(self._parts.tied)
 
 
 def _agree_on_reason(parts: Parts, step: int) -> str:
     """All ranks stopped at the same step; the leader says why."""
-    if parts.seat.leader:
+    if parts.position.leader:
         with contextlib.suppress(CheckpointError):  # reported already
             parts.writer.finish()  # the checkpoint to go back to may still be on its way to the disk
         if parts.monitor.failed_at is None:
