@@ -64,7 +64,7 @@ def measure(setting: Setting, data: Path, folder: Path, *, delayed: bool) -> Mea
     plan = folders.plan(run, config, data_fingerprint="synthetic")
     with (
         assemble(config, None, position_of(config, None), data, plan, LocalBoard()) as parts,
-        batches.ahead(parts.train_data, parts.place, 0) as loader,
+        batches.ahead(parts.train_data, parts.share, 0) as loader,
     ):
         parts.reporter.start(0)
 

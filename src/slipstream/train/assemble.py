@@ -23,7 +23,7 @@ from slipstream.models.attention import attention_kernel
 from slipstream.models.sizes import ModelConfig, flops_per_token, parameters
 from slipstream.train import build, checkpoint
 from slipstream.train import folder as folders
-from slipstream.train.batches import Place
+from slipstream.train.batches import Share
 from slipstream.train.best import Best
 from slipstream.train.board import Board
 from slipstream.train.elastic import with_stages
@@ -36,7 +36,7 @@ from slipstream.train.reporter import Position, Reporter
 from slipstream.train.resume import load_into
 from slipstream.train.sources import datasets
 from slipstream.train.trackers import open_trackers
-from slipstream.train.trainer import Parts
+from slipstream.train.trainer import RunParts
 from slipstream.train.writer import Leader, Writer
 
 
@@ -61,7 +61,7 @@ def assemble(
     plan: Plan,
     board: Board,
     command: str = "",
-) -> Iterator[Parts]:
+) -> Iterator[RunParts]:
     """Build everything this rank needs; files are closed at the end."""
     model = build.shape(config, data)
     device = build.device(config, 0 if world is None else world.local_rank)
@@ -95,7 +95,7 @@ def assemble(
         best = Best.after(plan.validations)
         writer = _writer(config, position, plan, recorder, warn, best)
         stack.callback(writer.close)
-        yield Parts(
+        yield RunParts(
             config=config,
             model=model,
             position=position,
@@ -103,7 +103,7 @@ def assemble(
             board=board,
             train_data=train_data,
             valid_data=valid_data,
-            place=_place(config, position, device),
+            share=_share(config, position, device),
             device=device,
             learning_rate=build.learning_rate(config),
             reporter=reporter,
@@ -151,8 +151,8 @@ def _engine(config: Config, model: build.Model, world: World | None, device: tor
     return Pipelined(config, model, world, device)
 
 
-def _place(config: Config, position: Position, device: torch.device) -> Place:
-    return Place(
+def _share(config: Config, position: Position, device: torch.device) -> Share:
+    return Share(
         config.pipeline.microbatches,
         first=position.rank % position.stages == 0,
         last=position.has_loss,

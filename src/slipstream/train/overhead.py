@@ -35,7 +35,7 @@ from slipstream.train.assemble import assemble, position_of
 from slipstream.train.board import SharedBoard
 from slipstream.train.folder import Plan
 from slipstream.train.sources import data_folder
-from slipstream.train.trainer import Parts, train
+from slipstream.train.trainer import RunParts, train
 
 CONTENDERS = ("bare", "trainer")
 WARM_UP = 2  # groups of a turn that fill the pipeline
@@ -82,7 +82,7 @@ def take_turns(world: World, tree: dict[str, Any], updates: int) -> dict[str, li
 
 
 @contextlib.contextmanager
-def _assembled(config: Config, world: World, name: str) -> Iterator[Parts]:
+def _assembled(config: Config, world: World, name: str) -> Iterator[RunParts]:
     folder = Path(config.run.dir) / name
     folder.mkdir(parents=True, exist_ok=True)
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})})
@@ -99,11 +99,11 @@ def _assembled(config: Config, world: World, name: str) -> Iterator[Parts]:
 class _Turns:
     """Stands before the trainer's engine. All ranks call it for the same groups, so all take the same turns."""
 
-    def __init__(self, parts: Parts, bare: Parts, updates: int) -> None:
+    def __init__(self, parts: RunParts, bare: RunParts, updates: int) -> None:
         self.costs: dict[str, list[Cost]] = {name: [] for name in CONTENDERS}
         self._engine, self._bare, self._updates = parts.engine, bare.engine, updates
         self._ready = [
-            batches.load(bare.train_data, group, bare.place).to(bare.device) for group in range(READY)
+            batches.load(bare.train_data, group, bare.share).to(bare.device) for group in range(READY)
         ]
         self._calls = -(WARM_UP + updates)  # of the turn; the first one is not timed
         self._began: tuple[float, float] | None = None

@@ -36,7 +36,7 @@ from slipstream.train.writer import Writer
 
 
 @dataclass(frozen=True)
-class Parts:
+class RunParts:
     """Everything the loop uses, made in `session.py`."""
 
     config: Config
@@ -46,7 +46,7 @@ class Parts:
     board: Board
     train_data: Dataset
     valid_data: Dataset
-    place: batches.Place
+    share: batches.Share
     device: torch.device
     learning_rate: Callable[[int], float]
     reporter: Reporter
@@ -71,7 +71,7 @@ class Outcome:
 
 
 def train(
-    parts: Parts, step: int, data_offset: int, asked: threading.Event, *, validate_first: bool = False
+    parts: RunParts, step: int, data_offset: int, asked: threading.Event, *, validate_first: bool = False
 ) -> Outcome:
     """Train from `step` to the end, or until a stop is asked for and saved."""
     config, engine, reporter = parts.config, parts.engine, parts.reporter
@@ -85,7 +85,7 @@ def train(
     if validate_first:
         ended_early = _validated(parts, saver, step)
         reporter.start(step)
-    with batches.ahead(parts.train_data, parts.place, step + data_offset) as loader:
+    with batches.ahead(parts.train_data, parts.share, step + data_offset) as loader:
         while step < total and not ended_early:
             if asked.is_set() or reporter.stop_asked or parts.monitor.failed_at is not None:
                 engine.request_stop()
@@ -114,7 +114,7 @@ def train(
     return Outcome(step, reason, loss, parts.monitor.failed_at if reason == "rollback" else None)
 
 
-def submit(parts: Parts, step: int, batch: batches.Batch) -> None:
+def submit(parts: RunParts, step: int, batch: batches.Batch) -> None:
     """Hand in the group after `step` updates, and report what has arrived of earlier ones."""
     engine, scale = parts.engine, parts.learning_rate(step)
     for group in engine.optimizer.param_groups:
@@ -124,13 +124,13 @@ def submit(parts: Parts, step: int, batch: batches.Batch) -> None:
     parts.reporter.poll()
 
 
-def _validate(parts: Parts, step: int, *, silently: bool = False) -> float:
+def _validate(parts: RunParts, step: int, *, silently: bool = False) -> float:
     """Validation at the master; the trajectory does not notice. `silently`: it is on record already."""
     parts.engine.drain()
     parts.reporter.poll(finish=True)
     train = parts.config.train
     loss = validate(
-        parts.engine, parts.valid_data, train.eval_batches, parts.place, parts.device, parts.board, step
+        parts.engine, parts.valid_data, train.eval_batches, parts.share, parts.device, parts.board, step
     )
     if silently:
         return loss
@@ -141,7 +141,7 @@ def _validate(parts: Parts, step: int, *, silently: bool = False) -> float:
     return loss
 
 
-def _validated(parts: Parts, saver: _Saver, step: int) -> bool:
+def _validated(parts: RunParts, saver: _Saver, step: int) -> bool:
     """Validate inside a run; whether it has waited long enough for a better loss."""
     patience = parts.config.train.patience
     if parts.best.see(step, _validate(parts, step)):
@@ -157,7 +157,7 @@ def _validated(parts: Parts, saver: _Saver, step: int) -> bool:
     return False
 
 
-def _last_validation(parts: Parts, saver: _Saver, step: int, known: bool) -> float:
+def _last_validation(parts: RunParts, saver: _Saver, step: int, known: bool) -> float:
     """The loss of the last state. Where it is the best one, that state was saved before this was known."""
     loss = _validate(parts, step, silently=known)
     if not known and parts.best.see(step, loss) and parts.config.checkpoint.best:
@@ -168,7 +168,7 @@ def _last_validation(parts: Parts, saver: _Saver, step: int, known: bool) -> flo
 class _Saver:
     """What happens at update boundaries, on each rank when it passes them: snapshots and hashes."""
 
-    def __init__(self, parts: Parts, data_offset: int, step: int) -> None:
+    def __init__(self, parts: RunParts, data_offset: int, step: int) -> None:
         self._parts = parts
         self._meta = parts.meta | {"data_offset": data_offset}
         self._saved = step
@@ -230,7 +230,7 @@ class _Saver:
         return self._parts.position.data_ranks > 1 or bool(self._parts.tied)
 
 
-def _agree_on_reason(parts: Parts, step: int) -> str:
+def _agree_on_reason(parts: RunParts, step: int) -> str:
     """All ranks stopped at the same step; the leader says why."""
     if parts.position.leader:
         with contextlib.suppress(CheckpointError):  # reported already
