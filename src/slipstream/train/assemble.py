@@ -80,7 +80,7 @@ def assemble(
                 does = "A fork starts" if plan.forked else "The run goes on"
                 show.note(f"{does} from step {plan.step} ({plan.source})")
             stack.enter_context(show)
-            recorder.tell_by(lambda text: show.note(text, "yellow"))
+            recorder.warn_through(lambda text: show.note(text, "yellow"))
 
         def warn(step: int, text: str) -> None:
             if recorder is not None and show is not None:
