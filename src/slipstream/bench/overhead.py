@@ -10,7 +10,7 @@ The trainer runs as always, but between two of its groups, every few updates, th
 cores are slow for a second at a time, and so both are. A turn is timed between two calls of the engine, `WARM_UP` and
 `WARM_UP + updates` groups in: neither start, drain, validation nor checkpoints are in it.
 
-    python -m slipstream.train.overhead [--config RUN.TOML] [KEY=VALUE]...
+    python -m slipstream.bench.overhead [--config RUN.TOML] [KEY=VALUE]...
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def compare(config: Config, rounds: int, updates: int) -> dict[str, Any]:
     ranks = config.pipeline.stages * config.pipeline.data_ranks
     with tempfile.TemporaryDirectory(prefix="slipstream-overhead-") as folder, RankPool(ranks) as pool:
         tree = _quiet(config, Path(folder), steps_of(rounds, updates)).model_dump()
-        job = "slipstream.train.overhead:take_turns"
+        job = "slipstream.bench.overhead:take_turns"
         return _summary(pool.run(job, tree, updates, timeout=config.train.timeout_seconds * rounds))
 
 
