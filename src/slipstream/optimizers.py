@@ -88,7 +88,7 @@ OPTIMIZERS: dict[str, Defaults] = {
         "Pagliardini et al. 2024; set t_alpha_beta3 to the length of the run for their warm-up",
     ),
 }
-CORRECTIONS = ("none", "error_feedback", "momentum_prediction", "delay_compensation", "lr_scaling")
+CORRECTION_NAMES = ("none", "error_feedback", "momentum_prediction", "delay_compensation", "lr_scaling")
 
 
 def default_correction(optimizer: str) -> str:

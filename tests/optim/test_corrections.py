@@ -254,7 +254,7 @@ def test_error_feedback_writes_into_the_dying_bank():
 
 
 def test_a_run_may_name_every_correction_there_is():
-    assert list(CORRECTIONS) == list(optimizers.CORRECTIONS)
+    assert list(CORRECTIONS) == list(optimizers.CORRECTION_NAMES)
 
 
 @pytest.mark.parametrize("name", sorted(CORRECTIONS))

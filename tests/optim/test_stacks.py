@@ -7,7 +7,7 @@ from torch import nn
 
 from slipstream.optim import muon
 from slipstream.optim.muon import Muon
-from slipstream.optim.sharded import lay_out
+from slipstream.optim.sharded import group_matrices
 from slipstream.optim.stacks import stacks
 
 SHAPES = [(24, 24), (8, 24), (24, 24), (3, 24, 8), (40, 24), (8, 24), (2, 24, 8), (0, 24), (40, 24)]
@@ -28,7 +28,7 @@ def test_equal_shapes_share_a_stack_and_views_find_their_places():
 
 def test_a_layout_is_kept_while_the_same_parameters_have_gradients(monkeypatch):
     made = []
-    monkeypatch.setattr(muon, "lay_out", lambda *args: made.append(1) or lay_out(*args))
+    monkeypatch.setattr(muon, "group_matrices", lambda *args: made.append(1) or group_matrices(*args))
     params = [nn.Parameter(torch.randn(4, 6)) for _ in range(3)]
     optimizer = Muon([{"params": params, "algorithm": "muon"}])
 

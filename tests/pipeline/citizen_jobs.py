@@ -128,7 +128,7 @@ def evaluate(schedule, first, last, group=999):
     return [loss.item() for loss in found]
 
 
-def train(world, layout, stages, name="adamw", groups=8, rows=16, evaluations=(), **options):
+def train(world, layout, stages, name="adamw", groups=4, rows=16, evaluations=(), **options):
     """Losses, whole weights, norms and evaluations of `groups` groups of `rows` rows."""
     schedule, *seat = build(world, layout, stages, name, **options)
     losses, evaluated = [], []

@@ -466,7 +466,7 @@ def test_narrow_banks_keep_a_wide_master():
 
 def test_what_a_correction_remembers_of_a_tensor_goes_where_the_tensor_goes():
     """Two stages' states, joined, in one process: as if that had trained from the start."""
-    correction = "slipstream.optim.adaptive:AdaptiveErrorFeedback"
+    correction = "slipstream.study.adaptive:AdaptiveErrorFeedback"
     _, whole = emulate(tiny.Model(tied=False), tiny.adamw, groups=8, correction=correction)
     states = []
     for part in range(2):

@@ -67,9 +67,9 @@ def as_on_a_gpu(emulator):
     peers = emulator._updater.peers
     exchange, emulator._in_slack = peers.exchange, True
 
-    def later(squares, tally):
+    def later(squares, status):
         yield Later()
-        return (yield from exchange(squares, tally))
+        return (yield from exchange(squares, status))
 
     peers.exchange = later
 

@@ -4,7 +4,7 @@ import torch
 
 from pipeline import tiny
 from slipstream.optim.corrections import build_correction
-from slipstream.pipeline.peers import Alone, Heard
+from slipstream.pipeline.peers import Alone, RunStatus
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import Versions
 from slipstream.schedule.cutover import Cutover, never
@@ -43,9 +43,9 @@ class Told(Alone):
         self.queued.append("gather")
         yield Answer(True)
 
-    def exchange(self, squares, tally):
+    def exchange(self, squares, status):
         yield Answer(not self.late)
-        return Heard(squares.tolist(), False, [0.0], [0.0])
+        return RunStatus(squares.tolist(), False, [0.0], [0.0])
 
 
 def queued(cutover, late):

@@ -151,9 +151,9 @@ def test_a_model_is_read_from_its_config_json_and_from_a_run(capsys, tmp_path):
     }))  # fmt: skip
     (tmp_path / "run.toml").write_text('[model]\npreset = "smollm2-135m"\ndim = 960\nlayers = 32\nheads = 15\n'
                                        "kv_heads = 5\nffn = 2560\n")  # fmt: skip
-    known = planned(capsys, "--model", "smollm2-360m")
+    known = planned(capsys, "--model", "smollm2-360m", "--stages", "4")
     for model in (tmp_path, tmp_path / "config.json", tmp_path / "run.toml"):
-        found = planned(capsys, "--model", str(model))
+        found = planned(capsys, "--model", str(model), "--stages", "4")
         assert [layout["tokens_per_second"] for layout in found["layouts"]] == [
             layout["tokens_per_second"] for layout in known["layouts"]
         ]
@@ -168,9 +168,8 @@ def test_rows_that_cannot_be_run_say_why_and_a_penalty_from_elsewhere_is_marked(
     assert "Not run by `slipstream train` yet, and ranked for comparison:" in told
     assert "the optimizer is sharded under 2bw only" in told
     assert "Our own nearest figure is" in told
+    large = ["--model", "llama3-70b", "--device", "h200", "--batch-tokens", "1M"]
     with pytest.raises(SystemExit):
-        main(
-            ["plan", "--model", "llama3-70b", "--devices", "128", "--device", "h200", "--batch-tokens", "1M"]
-        )
+        main(["plan", *large, "--devices", "128", "--stages", "32", "--schedule", "2bw"])
     told = " ".join(capsys.readouterr().out.split())
     assert "That penalty was not measured at this size:" in told

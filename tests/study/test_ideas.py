@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from slipstream.errors import UserError
 from slipstream.optim import Publication, build, build_correction
-from slipstream.optim.adaptive import AdaptiveErrorFeedback, SplitErrorFeedback
 from slipstream.optim.innovation import InnovationFeedback
 from slipstream.pipeline.emulator import Emulator
+from slipstream.study.adaptive import AdaptiveErrorFeedback, SplitErrorFeedback
 
-ADAPTIVE = "slipstream.optim.adaptive:AdaptiveErrorFeedback"
+ADAPTIVE = "slipstream.study.adaptive:AdaptiveErrorFeedback"
 
 
 class Network(nn.Module):
@@ -155,6 +155,6 @@ def test_innovation_without_a_share_is_error_feedback():
 def test_a_correction_is_found_by_its_place():
     assert isinstance(build_correction(ADAPTIVE, lam=0.5), AdaptiveErrorFeedback)
     with pytest.raises(UserError, match="cannot be found"):
-        build_correction("slipstream.optim.adaptive:Nothing")
+        build_correction("slipstream.study.adaptive:Nothing")
     with pytest.raises(UserError, match="is no correction"):
-        build_correction("slipstream.optim.adaptive:Tensor")
+        build_correction("slipstream.study.adaptive:Tensor")

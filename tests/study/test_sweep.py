@@ -225,25 +225,25 @@ def test_studies_are_shipped():
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_study_resolves_with_its_tables(path):
-    from slipstream.study.cells import layout_of
+    from slipstream.study.cells import roles_of
 
     study = load_study(path)
     assert study.name == path.stem
-    layout = layout_of(study)
+    roles = roles_of(study)
     grid = study.expand({})
     whole = study.expand({point.digest: float(i) for i, point in enumerate(grid.points)})
     assert whole.waiting == 0
     assert len(whole.points) >= len(grid.points)
-    modes = {point.labels[layout.mode] for point in whole.points}
+    modes = {point.labels[roles.mode] for point in whole.points}
     # Those of the cutover take the delay without a correction from another study's runs.
-    elsewhere = {layout.baseline} if "cutover" in study.name else set()
-    assert {layout.reference, layout.baseline} - elsewhere <= modes
+    elsewhere = {roles.baseline} if "cutover" in study.name else set()
+    assert {roles.reference, roles.baseline} - elsewhere <= modes
     # Paired: every mode of a seed has the synchronous run of that seed beside it.
-    special = {layout.mode, *layout.best}
+    special = {roles.mode, *roles.best}
     points = [point for point in whole.points if TUNING not in point.labels]
     place = [tuple((a, x) for a, x in p.labels.items() if a not in special) for p in points]
     with_reference = {
-        at for at, p in zip(place, points, strict=True) if p.labels[layout.mode] == layout.reference
+        at for at, p in zip(place, points, strict=True) if p.labels[roles.mode] == roles.reference
     }
     assert set(place) == with_reference
 

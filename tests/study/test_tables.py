@@ -13,7 +13,7 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.errors import UserError
-from slipstream.study.cells import all_cells, compared, layout_of
+from slipstream.study.cells import all_cells, compared, roles_of
 from slipstream.study.page import write_tables
 from slipstream.study.parse import load_study
 from slipstream.study.results import Result, collect, read_export, thinned, write_export
@@ -82,9 +82,9 @@ PAIRED: dict[str, float | None] = {
 @pytest.fixture
 def paired(tmp_path):
     study, expansion, results = make(tmp_path, 'product = ["seed", "mode"]', PAIRED)
-    layout = layout_of(study)
-    rows = compared(all_cells(expansion.points, results, layout), layout)
-    return study, expansion, results, {cell.mode: cell for cell in rows}, layout
+    roles = roles_of(study)
+    rows = compared(all_cells(expansion.points, results, roles), roles)
+    return study, expansion, results, {cell.mode: cell for cell in rows}, roles
 
 
 def test_means_gaps_shares_and_penalties(paired):
@@ -106,25 +106,25 @@ def test_means_gaps_shares_and_penalties(paired):
 
 def test_runs_on_two_texts_are_no_pair(tmp_path):
     study, expansion, results = make(tmp_path, 'product = ["seed", "mode"]', PAIRED)
-    layout = layout_of(study)
+    roles = roles_of(study)
     other = {
         point.digest: replace(results[point.digest], data="another text")
         for point in expansion.points
         if (point.labels["seed"], point.labels["mode"]) in {("0", "ef"), ("0", "ef+start")}
     }
-    rows = compared(all_cells(expansion.points, results | other, layout), layout)
+    rows = compared(all_cells(expansion.points, results | other, roles), roles)
     cells = {cell.mode: cell for cell in rows}
     assert cells["ef"].gap.value == pytest.approx(0.04)  # of seed 1 alone
     assert cells["ef"].recovered.value == pytest.approx(0.6)
     assert cells["ef+start"].gap is None
-    seeds = {row[0]: row[1] for row in loss_table(rows, layout).rows}
+    seeds = {row[0]: row[1] for row in loss_table(rows, roles).rows}
     assert seeds == {"sync": "3", "delay": "3", "ef": "2 (1 paired)", "ef+start": "1 (0 paired)"}
 
 
 def test_runs_measured_on_two_texts_are_no_pair_either(tmp_path):
     """Trained on the same tokens; a run that was made before the text was noted is taken at its word."""
     study, expansion, results = make(tmp_path, 'product = ["seed", "mode"]', PAIRED)
-    layout = layout_of(study)
+    roles = roles_of(study)
     texts = {("0", "sync"): "a", ("0", "delay"): "b", ("1", "delay"): "b"}
     noted = {
         point.digest: replace(
@@ -133,9 +133,7 @@ def test_runs_measured_on_two_texts_are_no_pair_either(tmp_path):
         for point in expansion.points
         if (point.labels["seed"], point.labels["mode"]) in texts
     }
-    cells = {
-        cell.mode: cell for cell in compared(all_cells(expansion.points, results | noted, layout), layout)
-    }
+    cells = {cell.mode: cell for cell in compared(all_cells(expansion.points, results | noted, roles), roles)}
     assert cells["delay"].gap.n == 2  # seeds 1 and 2
     assert cells["ef"].gap.n == 2
     write_tables(study, expansion, results | noted, tmp_path)
@@ -143,8 +141,8 @@ def test_runs_measured_on_two_texts_are_no_pair_either(tmp_path):
 
 
 def test_the_loss_table_says_what_it_rests_on(paired):
-    _, _, _, cells, layout = paired
-    table = loss_table(list(cells.values()), layout)
+    _, _, _, cells, roles = paired
+    table = loss_table(list(cells.values()), roles)
     rows = {row[0]: row for row in table.rows}
     assert rows["sync"] == ["sync", "3", "3.0000 ± 0.0577", "–", "–", "–"]
     assert rows["delay"][3] == "+0.1000 [+0.1000, +0.1000]"
@@ -164,8 +162,8 @@ def test_a_mode_that_broke_has_a_row(tmp_path):
 
 
 def test_csv_holds_the_same_numbers(paired):
-    _, _, _, cells, layout = paired
-    rows = {row["mode"]: row for row in csv.DictReader(io.StringIO(as_csv(list(cells.values()), layout)))}
+    _, _, _, cells, roles = paired
+    rows = {row["mode"]: row for row in csv.DictReader(io.StringIO(as_csv(list(cells.values()), roles)))}
     assert float(rows["delay"]["gap"]) == pytest.approx(0.1)
     assert rows["ef"]["failed"] == "1"
     assert float(rows["ef"]["recovered"]) == pytest.approx(0.7)
@@ -178,17 +176,17 @@ def test_another_synchronous_mode_has_a_gap_but_recovers_nothing_and_is_no_faste
     losses: dict[str, float | None] = {"sync": 3.0, "delay": 3.1, "tuned sync": 2.95}
     axis = '\n[axes.tuned]\nname = "mode"\n[axes.tuned.values]\n"tuned sync" = { pipeline.delay = 0, optim.lr = 0.1 }'
     study, expansion, results = make(tmp_path, 'chain = ["mode", "tuned"]' + axis, losses)
-    layout = layout_of(study)
-    cells = {cell.mode: cell for cell in compared(all_cells(expansion.points, results, layout), layout)}
+    roles = roles_of(study)
+    cells = {cell.mode: cell for cell in compared(all_cells(expansion.points, results, roles), roles)}
     assert cells["tuned sync"].gap.value == pytest.approx(-0.05)
     assert cells["tuned sync"].recovered is None
-    (table,) = gain_table(list(cells.values()), layout)
+    (table,) = gain_table(list(cells.values()), roles)
     assert [row[0] for row in table.rows[2:]] == ["delay"]
 
 
 def test_net_gain_is_tagged_as_simulated(paired):
-    _, _, _, cells, layout = paired
-    (table,) = gain_table(list(cells.values()), layout)
+    _, _, _, cells, roles = paired
+    (table,) = gain_table(list(cells.values()), roles)
     assert "simulated" in table.title
     rows = {row[0]: row for row in table.rows}
     column = table.header.index("P=8 m=24")
@@ -204,14 +202,14 @@ def test_the_best_of_a_tuned_axis_is_chosen_on_common_seeds(tmp_path):
         "0 0.001 delay": 3.1, "0 0.002 delay": 3.3,
     }  # fmt: skip
     study, expansion, results = make(tmp_path, 'product = ["seed", "lr", "mode"]', losses, 'best = ["lr"]')
-    layout = layout_of(study)
-    cells = all_cells(expansion.points, results, layout)
-    rows = {cell.mode: cell for cell in compared(cells, layout)}
+    roles = roles_of(study)
+    cells = all_cells(expansion.points, results, roles)
+    rows = {cell.mode: cell for cell in compared(cells, roles)}
     assert rows["sync"].chosen == (("lr", "0.002"),)
     assert rows["delay"].chosen == (("lr", "0.001"),)
     assert rows["delay"].gap is not None
     assert rows["delay"].gap.value == pytest.approx(0.1)
-    (grid,) = grid_tables(cells, layout)
+    (grid,) = grid_tables(cells, roles)
     assert grid.header == ["mode", "0.001", "0.002", "0.004"]
     assert grid.rows == [
         ["sync", "2.6000 (2)", "3.0000 (1)", "failed"],
@@ -225,23 +223,23 @@ def test_a_value_at_which_a_seed_failed_is_not_the_best(tmp_path):
         "1 0.001 sync": 3.2, "1 0.002 sync": None,
     }  # fmt: skip
     study, expansion, results = make(tmp_path, 'product = ["seed", "lr", "mode"]', losses, 'best = ["lr"]')
-    layout = layout_of(study)
-    (row,) = compared(all_cells(expansion.points, results, layout), layout)
+    roles = roles_of(study)
+    (row,) = compared(all_cells(expansion.points, results, roles), roles)
     assert row.chosen == (("lr", "0.001"),)
 
 
 def test_the_best_of_one_axis_needs_no_list(tmp_path):
     study, *_ = make(tmp_path, 'product = ["seed", "lr", "mode"]', {}, 'best = "lr"')
-    assert layout_of(study).best == ("lr",)
+    assert roles_of(study).best == ("lr",)
 
 
 def test_with_lengths_the_penalty_is_read_off_final_losses(tmp_path):
     losses: dict[str, float | None] = {"100 sync": 4.0, "400 sync": 3.0, "400 delay": 3.5, "100 delay": 4.25}
     study, expansion, results = make(tmp_path, 'product = ["updates", "mode"]', losses, 'length = "updates"')
-    layout = layout_of(study)
+    roles = roles_of(study)
     rows = {
         (dict(cell.group)["updates"], cell.mode): cell
-        for cell in compared(all_cells(expansion.points, results, layout), layout)
+        for cell in compared(all_cells(expansion.points, results, roles), roles)
     }
     # One unit of loss per factor of 4 in tokens, whatever the curve inside a run looks like.
     assert rows["400", "delay"].penalty.value == pytest.approx(2.0)
@@ -252,9 +250,7 @@ def test_with_lengths_the_penalty_is_read_off_final_losses(tmp_path):
     # A length that was run on another text is no point of the curve.
     (short,) = (p for p in expansion.points if p.labels == {"updates": "100", "mode": "sync"})
     results[short.digest] = replace(results[short.digest], data="another text")
-    assert all(
-        cell.penalty is None for cell in compared(all_cells(expansion.points, results, layout), layout)
-    )
+    assert all(cell.penalty is None for cell in compared(all_cells(expansion.points, results, roles), roles))
 
 
 def test_export_reads_back_as_it_was(tmp_path, paired):

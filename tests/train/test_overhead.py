@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from slipstream.bench.overhead import _quiet, compare, steps_of, take_turns
 from slipstream.config import load, resolve
 from slipstream.errors import UserError
-from slipstream.train.overhead import _quiet, compare, steps_of, take_turns
 
 
 def test_contenders_take_turns_of_as_many_updates_and_the_trainer_trains_as_always(runs):

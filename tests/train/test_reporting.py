@@ -14,7 +14,7 @@ from slipstream.metrics.progress import Show, duration
 from slipstream.metrics.record import Recorder, cut_back, has_event
 from slipstream.metrics.throughput import Meter, peak_flops
 from slipstream.train import assemble
-from slipstream.train.reporter import Seat
+from slipstream.train.reporter import Position
 
 
 def test_speed_is_tokens_over_time_and_does_not_depend_on_bursts():
@@ -58,7 +58,7 @@ def test_the_gpus_of_all_nodes_are_counted(monkeypatch):
             monkeypatch.delenv("LOCAL_WORLD_SIZE")
         else:
             monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
-        assert assemble._peak(load(), Seat(0, ranks, 1, True)) == counted * 989e12
+        assert assemble._peak(load(), Position(0, ranks, 1, True)) == counted * 989e12
 
 
 def test_known_peaks():

@@ -18,7 +18,7 @@ from slipstream.errors import UserError
 from slipstream.pipeline.graphs import PLAIN_GROUPS
 from slipstream.train import batches
 from slipstream.train import folder as folders
-from slipstream.train.assemble import assemble, seat_of
+from slipstream.train.assemble import assemble, position_of
 from slipstream.train.board import LocalBoard
 from slipstream.train.reporter import memory_bytes
 from slipstream.train.trainer import submit
@@ -63,8 +63,8 @@ def measure(setting: Setting, data: Path, folder: Path, *, delayed: bool) -> Mea
     run.mkdir(parents=True)
     plan = folders.plan(run, config, data_fingerprint="synthetic")
     with (
-        assemble(config, None, seat_of(config, None), data, plan, LocalBoard()) as parts,
-        batches.ahead(parts.train_data, parts.place, 0) as loader,
+        assemble(config, None, position_of(config, None), data, plan, LocalBoard()) as parts,
+        batches.ahead(parts.train_data, parts.share, 0) as loader,
     ):
         parts.reporter.start(0)
 

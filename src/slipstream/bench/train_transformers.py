@@ -22,7 +22,7 @@ from slipstream.bench.train_setting import Measured, Setting, timed
 from slipstream.data.tokens import TokenDataset
 from slipstream.errors import UserError
 from slipstream.models.sizes import PRESETS
-from slipstream.train.batches import Place, ahead
+from slipstream.train.batches import Share, ahead
 from slipstream.train.export import hugging_face_config
 from slipstream.train.reporter import memory_bytes
 
@@ -69,7 +69,7 @@ def _measure(setting: Setting, data: Path, compiled: bool, narrow: bool, began: 
         if on_gpu:
             torch.cuda.synchronize()
 
-    with ahead(dataset, Place(setting.microbatches, pin=on_gpu), 0) as loader:
+    with ahead(dataset, Share(setting.microbatches, pin=on_gpu), 0) as loader:
 
         def step(index: int) -> None:
             inputs = loader.get(index).to(device).inputs

@@ -83,12 +83,12 @@ def _settings(last: str) -> list[str]:
     """Keys, or the values of one that has a choice of them."""
     from slipstream.config import describe
     from slipstream.models.sizes import PRESETS
-    from slipstream.optimizers import CORRECTIONS, OPTIMIZERS
+    from slipstream.optimizers import CORRECTION_NAMES, OPTIMIZERS
 
     key, equals, _ = last.partition("=")
     if not equals:
         return [f"{one.name}=" for one in describe() if one.name.startswith(last)]
-    choices = {"model.preset": PRESETS, "optim.name": OPTIMIZERS, "optim.correction": CORRECTIONS}
+    choices = {"model.preset": PRESETS, "optim.name": OPTIMIZERS, "optim.correction": CORRECTION_NAMES}
     known = next((one for one in describe() if one.name == key), None)
     values = list(choices.get(key, ()))
     if known is not None and not values:

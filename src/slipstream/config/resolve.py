@@ -13,7 +13,7 @@ from slipstream.config.needs import restarts, without_checkpoints
 from slipstream.config.settings import Config, ModelSettings
 from slipstream.errors import ConfigError
 from slipstream.models.sizes import PRESETS, ModelConfig
-from slipstream.optimizers import CORRECTIONS, OPTIMIZERS, default_correction, unknown
+from slipstream.optimizers import CORRECTION_NAMES, OPTIMIZERS, default_correction, unknown
 
 # Learning rates found by sweeps on the embedded corpus; elsewhere the optimizer's own default holds.
 TUNED_LR = {("cpu-default", "muon"): 0.01}
@@ -137,8 +137,8 @@ def _optim(config: Config, problems: list[str]) -> dict[str, Any]:
         correction = default_correction(optim.name) if delayed else "none"
     if optim.name not in OPTIMIZERS:
         problems.append("optim.name: " + unknown("optimizer", optim.name, OPTIMIZERS))
-    if correction not in CORRECTIONS and ":" not in correction:  # with a colon: the place of a class
-        problems.append("optim.correction: " + unknown("correction", correction, CORRECTIONS))
+    if correction not in CORRECTION_NAMES and ":" not in correction:  # with a colon: the place of a class
+        problems.append("optim.correction: " + unknown("correction", correction, CORRECTION_NAMES))
     if not delayed:
         if correction != "none":
             problems.append(

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -56,7 +56,7 @@ class Scope:
     store: dist.Store
 
     @classmethod
-    def agree(cls, groups: Sequence[dist.ProcessGroup | None]) -> Scope:
+    def handshake(cls, groups: Sequence[dist.ProcessGroup | None]) -> Scope:
         """The word of the first rank, passed on along each of `groups`: the pipeline, then what joins pipelines."""
         word = uuid.uuid4().hex
         for group in groups:
@@ -67,6 +67,13 @@ class Scope:
 
     def under(self, name: str) -> dist.Store:
         return dist.PrefixStore(name, self.store)
+
+
+class Wait(Protocol):
+    """Something under way. `torch.distributed.Work` is one."""
+
+    def is_completed(self) -> bool: ...
+    def wait(self) -> object: ...
 
 
 class Group:
@@ -141,11 +148,11 @@ class Groups:
         atexit.register(close_all, failed=True)
 
     @classmethod
-    def meet(
+    def handshake(
         cls, groups: Sequence[dist.ProcessGroup | None], device: torch.device, timeout_seconds: float
     ) -> Groups:
         """By all ranks of a mesh together. `groups`: this rank's pipeline, then those that join it to the others."""
-        return cls(Scope.agree(groups), device, carrier(groups[0], device), timeout_seconds)
+        return cls(Scope.handshake(groups), device, carrier(groups[0], device), timeout_seconds)
 
     def host(self, name: str, ranks: Sequence[int]) -> Group:
         """A gloo group, for tensors in host memory."""

@@ -23,10 +23,10 @@ class Appending:
     """One file that is appended to, whole lines at a time."""
 
     def __init__(
-        self, path: Path, patience_seconds: float = 0.0, tell: Callable[[str], None] = lambda text: None
+        self, path: Path, patience_seconds: float = 0.0, warn: Callable[[str], None] = lambda text: None
     ) -> None:
         self.path = path
-        self.tell = tell
+        self.warn = warn
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._patience_seconds = patience_seconds
         self._unwritten = bytearray()
@@ -56,7 +56,7 @@ class Appending:
             if self._full_since is None:
                 self._full_since = now
                 if self._patience_seconds:
-                    self.tell(
+                    self.warn(
                         f"{self.path} cannot be written: {error.strerror}. The run goes on and tries again for "
                         f"{self._patience_seconds:g} s: make room."
                     )
@@ -65,7 +65,7 @@ class Appending:
             return
         if self._full_since is not None:
             seconds, self._full_since = time.monotonic() - self._full_since, None
-            self.tell(f"{self.path} can be written again, after {seconds:.0f} s. Nothing was lost.")
+            self.warn(f"{self.path} can be written again, after {seconds:.0f} s. Nothing was lost.")
 
     def _look(self) -> None:
         if time.monotonic() - self._looked < LOOK_SECONDS:

@@ -41,17 +41,17 @@ class Recorder:
         folder: Path,
         trackers: tuple[Tracker, ...] = (),
         patience_seconds: float = 0.0,
-        tell: Callable[[str], None] = lambda text: None,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._file = Appending(folder / EVENTS_FILE, patience_seconds, tell)
+        self._file = Appending(folder / EVENTS_FILE, patience_seconds, warn)
         self._trackers = trackers
         self._changed = threading.Condition()
         self._step = 0  # the newest whose event is in the file
         self._told = 0  # the newest that was told
 
-    def tell_by(self, tell: Callable[[str], None]) -> None:
+    def warn_through(self, warn: Callable[[str], None]) -> None:
         """How a person hears of trouble with the disk."""
-        self._file.tell = tell
+        self._file.warn = warn
 
     def write(self, event: str, step: int, **values: Any) -> dict[str, Any]:
         line = {"event": event, "step": step, "time": round(time.time(), 3)} | values

@@ -28,10 +28,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from slipstream.distributed.groups import Wait
 from slipstream.errors import UserError
 from slipstream.lists import add_, copy_, lerp_, lerp_and_add
 from slipstream.optim.newton_schulz import STEPS
-from slipstream.optim.sharded import Batch, Exchanges, Layout, Wait, lay_out, local, orthogonal
+from slipstream.optim.sharded import Batch, Exchanges, Grouping, group_matrices, local, orthogonal
 from slipstream.optim.velocity import adam_velocity, groups_and_states
 
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -94,13 +95,13 @@ class Muon(Optimizer):
                 if parameter.requires_grad:
                     self._state_of(group, parameter)
         self._groups = self._exchange_groups()
-        self._layouts: dict[int, tuple[list[Parameter], list[torch.dtype], Layout]] = {}
+        self._groupings: dict[int, tuple[list[Parameter], list[torch.dtype], Grouping]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy makes process groups of its own."""
         super().__setstate__(state)
         self._groups = self._exchange_groups()
-        self._layouts = {}
+        self._groupings = {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch gives every state the dtype of its parameter; momentum keeps its own."""
@@ -156,22 +157,22 @@ class Muon(Optimizer):
             if params and group["algorithm"] == "adamw":
                 self._adamw(group, params, [local(grad) for grad in grads])
             elif params:
-                matrices.append(self._muon(dict(group), params, grads, self._layout(number, params)))
+                matrices.append(self._muon(dict(group), params, grads, self._grouping(number, params)))
         for waits in matrices:
             yield from waits
 
-    def _layout(self, number: int, params: list[Parameter]) -> Layout:
+    def _grouping(self, number: int, params: list[Parameter]) -> Grouping:
         """Of the parameters of a group that have gradients: as in the last step, as a rule."""
         dtypes = [parameter.dtype for parameter in params]
-        known = self._layouts.get(number)
+        known = self._groupings.get(number)
         if known and known[1] == dtypes and all(map(is_, known[0], params)):
             return known[2]
-        layout = lay_out(params, self._groups)
-        self._layouts[number] = (params, dtypes, layout)
-        return layout
+        grouping = group_matrices(params, self._groups)
+        self._groupings[number] = (params, dtypes, grouping)
+        return grouping
 
     def _muon(
-        self, group: dict[str, Any], params: list[Parameter], grads: list[Tensor], layout: Layout
+        self, group: dict[str, Any], params: list[Parameter], grads: list[Tensor], grouping: Grouping
     ) -> Iterator[Wait]:
         blend = group["momentum"] ** group["lookahead"]
 
@@ -185,7 +186,7 @@ class Muon(Optimizer):
                 lerp_(moved, terms, 1 - group["momentum"])
                 copy_(outs, terms)
 
-        for item in orthogonal(params, fill, group["steps"], layout):
+        for item in orthogonal(params, fill, group["steps"], grouping):
             if not isinstance(item, Batch):
                 yield item
                 continue
@@ -242,7 +243,7 @@ class Muon(Optimizer):
 
         ahead = {}
         chosen = [params[i] for i in own]
-        for item in orthogonal(chosen, fill, steps, lay_out(chosen, self._groups)):
+        for item in orthogonal(chosen, fill, steps, group_matrices(chosen, self._groups)):
             if not isinstance(item, Batch):
                 item.wait()
                 continue

@@ -13,27 +13,20 @@ it waits for, so a pipeline can go on with its microbatches meanwhile.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from slipstream.distributed.groups import Group, Groups
+from slipstream.distributed.groups import Group, Groups, Wait
 from slipstream.errors import UserError
 from slipstream.optim.newton_schulz import compute_dtype
 from slipstream.optim.stacks import Fill, Stack, orthogonal_stacks, stacks
 from slipstream.torch_private import is_strided_shard
-
-
-class Wait(Protocol):
-    """Something under way, such as a `torch.distributed` work."""
-
-    def is_completed(self) -> bool: ...
-    def wait(self) -> object: ...
 
 
 class Batch(NamedTuple):
@@ -44,7 +37,8 @@ class Batch(NamedTuple):
 
 
 def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """The part of a tensor that lives on this rank, without autograd."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 Ranks = tuple[int, ...]
@@ -71,7 +65,7 @@ class Exchanges:
         mesh, device = parameter.device_mesh, parameter.to_local().device
         if mesh not in self._meetings:
             axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-            self._meetings[mesh] = Groups.meet(axes, device, TIMEOUT_SECONDS)
+            self._meetings[mesh] = Groups.handshake(axes, device, TIMEOUT_SECONDS)
         made = self._meetings[mesh].device(f"exchange/{'-'.join(map(str, ranks))}", ranks)
         if made.in_stream:  # NCCL connects at the first message of a kind: now, not in the middle of a run
             probe = torch.zeros(len(ranks), device=device)
@@ -88,14 +82,14 @@ class Exchanges:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Grouping:
     """What follows from the shapes and placements of some parameters alone."""
 
     whole: list[Stack]
     shards: dict[tuple[Group, torch.dtype], list[int]]
 
 
-def lay_out(params: Sequence[Tensor], groups: Exchanges) -> Layout:
+def group_matrices(params: Sequence[Tensor], groups: Exchanges) -> Grouping:
     shards: dict[tuple[Group, torch.dtype], list[int]] = {}
     whole: list[int] = []
     for i, parameter in enumerate(params):
@@ -105,16 +99,18 @@ def lay_out(params: Sequence[Tensor], groups: Exchanges) -> Layout:
         else:
             shards.setdefault((groups[cut.ranks], compute_dtype(parameter)), []).append(i)
     found = stacks([local(params[i]) for i in whole])
-    return Layout([replace(stack, indices=[whole[k] for k in stack.indices]) for stack in found], shards)
+    return Grouping([replace(stack, indices=[whole[k] for k in stack.indices]) for stack in found], shards)
 
 
-def orthogonal(params: Sequence[Tensor], fill: Fill, steps: int, layout: Layout) -> Iterator[Wait | Batch]:
+def orthogonal(
+    params: Sequence[Tensor], fill: Fill, steps: int, grouping: Grouping
+) -> Iterator[Wait | Batch]:
     """Orthogonalise one tensor for each of `params`; `fill(indices, outs)` writes local parts."""
     exchanges = [
         (own, Exchange([params[i] for i in own], _renumbered(fill, own), group, dtype))
-        for (group, dtype), own in layout.shards.items()
+        for (group, dtype), own in grouping.shards.items()
     ]
-    for batch, directions in orthogonal_stacks(layout.whole, fill, steps):
+    for batch, directions in orthogonal_stacks(grouping.whole, fill, steps):
         yield Batch(batch, directions)
     for indices, exchange in exchanges:
         yield exchange.gathered
@@ -274,11 +270,17 @@ class Exchange:
 
 
 def owners(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
-    """Who orthogonalises which matrix: the costly ones first, each to the rank with the least work so far."""
-    costs = [shape.numel() * min(shape[-2:]) for shape in shapes]
+    """Who orthogonalises which matrix."""
+    return least_loaded([shape.numel() * min(shape[-2:]) for shape in shapes], ranks)
+
+
+def least_loaded(costs: Sequence[int], ranks: int, given: Mapping[int, int] | None = None) -> list[int]:
+    """A rank for each item: the costly ones first, each to the rank with the least so far. `given`: item -> rank,
+    settled before the others."""
+    fixed = given or {}
     load = [0] * ranks
-    owner = [0] * len(shapes)
-    for i in sorted(range(len(shapes)), key=lambda i: (-costs[i], i)):
-        owner[i] = load.index(min(load))
+    owner = [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: (i not in fixed, -costs[i], i)):
+        owner[i] = fixed[i] if i in fixed else load.index(min(load))
         load[owner[i]] += costs[i]
     return owner

@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.distributed.groups import Group
+from slipstream.distributed.groups import Group, Wait
 from slipstream.distributed.ring import RingReader, RingWriter
 from slipstream.pipeline.messages import Spec
 from slipstream.pipeline.neighbours import Neighbour, broken
-from slipstream.pipeline.peers import Wait
 
 
 class Outgoing(Protocol):

@@ -42,8 +42,8 @@ def named_ties(
     """
     trainable = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     ties: dict[str, list[str]] = {}
-    for key, local in (tied or {}).items():
-        ties[key] = [local] if isinstance(local, str) else list(local)
+    for key, names in (tied or {}).items():
+        ties[key] = [names] if isinstance(names, str) else list(names)
         for name in ties[key]:
             if name not in trainable:
                 raise UserError(f"tied={{{key!r}: {name!r}}}: this stage has no such parameter.")
@@ -54,7 +54,7 @@ def named_ties(
                 )
     for group in (names for names in shared if trainable[names[0]]):
         key = next(
-            (key for key, local in ties.items() if set(local) & set(group)), f"stage {stage}: {group[0]}"
+            (key for key, names in ties.items() if set(names) & set(group)), f"stage {stage}: {group[0]}"
         )
         ties[key] = sorted({*ties.get(key, []), *group}, key=[*group, *ties.get(key, [])].index)
     return ties

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from slipstream.pipeline.peers import Heard, Tally
+from slipstream.pipeline.peers import RankStatus, RunStatus
 from slipstream.schedule.asynchronous import warm_up_2bw
 from slipstream.schedule.costs import Costs
 from slipstream.schedule.generate import build
@@ -97,7 +97,7 @@ class Depth:
         if self._open:
             self._decided_at = None
 
-    def adapt(self, group: int, heard: Mapping[int, Heard]) -> None:
+    def adapt(self, group: int, statuses: Mapping[int, RunStatus]) -> None:
         """Before `group` enters, if it is the one at which every stage knows the same times."""
         if not self._open:
             return
@@ -105,7 +105,7 @@ class Depth:
             self._decided_at = group + 3  # update group + 1 is done on every stage before that group enters
         if group == self._decided_at:
             self._open = False
-            told = heard[group - 2]
+            told = statuses[group - 2]
             stages, m, work, link = (
                 self._stages,
                 self._microbatches,
@@ -117,10 +117,10 @@ class Depth:
                 chosen = within_cutover(stages, m, chosen, self._cutover, work, link)
             self._set(chosen)
 
-    def tell(self, tally: Tally, pair_seconds: Callable[[], tuple[float, float]]) -> None:
+    def measure(self, status: RankStatus, pair_seconds: Callable[[], tuple[float, float]]) -> None:
         """Until the depth is chosen, what the others should know: a forward and backward at its best, and typically."""
         if not self._open:
             return
         least, typical = pair_seconds()
-        tally.work_seconds = least
-        tally.link_seconds = self.link_seconds + typical - least
+        status.work_seconds = least
+        status.link_seconds = self.link_seconds + typical - least

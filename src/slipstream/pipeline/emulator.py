@@ -236,7 +236,9 @@ class Emulator:
         self.drain()
         self._updater.await_copies()
         with torch.no_grad():
-            self._updater.peers.agree([w for versions in self._versions for w in versions.master.weights])
+            self._updater.peers.broadcast_initial(
+                [w for versions in self._versions for w in versions.master.weights]
+            )
             for versions in self._versions:
                 versions.spread()
 

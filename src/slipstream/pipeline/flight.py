@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import StageError, UserError
-from slipstream.pipeline.board import PeerLost
 from slipstream.pipeline.checks import as_message, detached, shapes
 from slipstream.pipeline.depth import Depth
 from slipstream.pipeline.fsdp import before_backward, give_back
 from slipstream.pipeline.gradients import Accumulator
+from slipstream.pipeline.host_sum import PeerLost
 from slipstream.pipeline.links import Links
 from slipstream.pipeline.messages import Spec, spec_of
 from slipstream.pipeline.microbatches import Microbatch, check_loss
@@ -124,7 +124,7 @@ class Flight:
             self._links.send_gradients(group, inputs, keep=microbatches)
         self._versions.park(group, index, self._updater.completed, keep=self._updater.copying)
         if index + 1 == microbatches:
-            self._depth.tell(self._updater.tally, self._trace.pair_seconds)
+            self._depth.measure(self._updater.status, self._trace.pair_seconds)
             self._updater.begin(group, self._accumulator.take())
         else:
             self._updater.advance()

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from slipstream.lists import add_, copy_
-from slipstream.optim.sharded import local  # a gradient has no graph to be detached from
+from slipstream.optim.sharded import local
 from slipstream.pipeline.dither import add_dithered, seed_of
 from slipstream.pipeline.peers import Gradients
 from slipstream.pipeline.replica import Replica

@@ -31,10 +31,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.distributed.groups import Group
+from slipstream.distributed.groups import Group, Wait
 from slipstream.pipeline.messages import Spec
 from slipstream.pipeline.neighbours import Neighbour, Waiting
-from slipstream.pipeline.peers import Wait
 
 
 class ActivationsOut:

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.distributed import wires
-from slipstream.distributed.groups import Groups, Scope
+from slipstream.distributed.groups import Groups, Scope, Wait
 from slipstream.distributed.ring import Door, RingReader, RingWriter, socket_folder
 from slipstream.distributed.slots import HostSlots
 from slipstream.pipeline import in_stream
-from slipstream.pipeline.board import PeerLost
 from slipstream.pipeline.channel import GroupIn, GroupOut, Incoming, Outbox, Outgoing, RingIn, RingOut
+from slipstream.pipeline.host_sum import PeerLost
 from slipstream.pipeline.messages import Spec, blank, differentiable, spec_of
 from slipstream.pipeline.neighbours import Neighbour, Waiting
-from slipstream.pipeline.peers import InStream, Wait
+from slipstream.pipeline.peers import InStream
 from slipstream.pipeline.torch_stage import StageInfo
 
 PINGS = 5

@@ -3,7 +3,7 @@
 Every decision about a parameter is its row in the table of placements (`placement.py`); this file only carries the
 rows out. The norm: each stage fills its own slots of one float64 vector (zeros elsewhere, and where another rank counts
 the piece), so that the sum over ranks is that of each piece once; every rank then sums the same slots. It travels
-between host processes (`board.py` on one machine, gloo between several), where a wait for other stages holds no device.
+between host processes (`host_sum.py`, or gloo for very many), where a wait for other stages holds no device.
 With a sharded optimizer (ZeRO-1) each data rank owns whole parameters: gradients are reduced to the owner, and a bank
 is completed by broadcasts from the owners in the bank's dtype. Tensors travel as they are; only small ones are packed
 (`buckets.py`).
@@ -21,31 +21,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.distributed import wires
-from slipstream.distributed.groups import Group, Groups
+from slipstream.distributed.groups import Group, Groups, Wait
 from slipstream.errors import UserError
 from slipstream.lists import mul_
-from slipstream.pipeline.board import Board, PeerLost, suits
+from slipstream.optim.sharded import local
 from slipstream.pipeline.buckets import Bucket, buckets
 from slipstream.pipeline.checks import check_ties, held_ties
+from slipstream.pipeline.host_sum import HostSum, PeerLost, suits
 from slipstream.pipeline.peers import (
     Gradients,
-    Heard,
     InStream,
     OverRanks,
+    RankStatus,
+    RunStatus,
     Steps,
-    Tally,
-    Wait,
+    assign_tied,
     copy_first,
-    hand_out,
     sum_present,
     to_host,
 )
 from slipstream.pipeline.placement import Grid, Placement, Ranks
-from slipstream.pipeline.replica import local
 
 
 @dataclass(frozen=True)
-class Layout:
+class Holdings:
     """Who holds what, as every rank knows it after one exchange at the start."""
 
     stage: int
@@ -80,8 +79,8 @@ class Mesh:
         self._rows, self._grid, self._ties = list(rows), grid, ties
         self._timeout_seconds = timeout_seconds
         held = held_ties(parameters, ties, rows)
-        self.layout = _discover(len(rows), held, stage, stages, group, data_group, grid)
-        self.groups = Groups.meet([group, *grid.spanning], device, timeout_seconds)
+        self.holdings = _discover(len(rows), held, stage, stages, group, data_group, grid)
+        self.groups = Groups.handshake([group, *grid.spanning], device, timeout_seconds)
         # Reductions and gathers share a group: updates follow one another, so all ranks use it in one order.
         over: list[Ranks] = sorted(
             ranks for ranks in {grid.data, *(row.averaged_over for row in rows)} if len(ranks) > 1
@@ -90,18 +89,20 @@ class Mesh:
         self._tensor: Group | None = None
         if len(grid.tensor) > 1:
             self._tensor = self.groups.device(f"tensor/{_joined(grid.tensor)}", grid.tensor)
-        everyone = _everyone(group, self.layout.ranks)
-        self._board: Board | None = None
+        everyone = _everyone(group, self.holdings.ranks)
+        self._host_sum: HostSum | None = None
         self._control: Group | None = None
-        if suits(len(everyone), _numbers(self.layout)):
+        if suits(len(everyone), _numbers(self.holdings)):
             others = [rank for rank in everyone if rank != dist.get_rank()]
-            found = wires.connect(self.groups.scope.under("board"), dist.get_rank(), others, timeout_seconds)
-            self._board = Board(dist.get_rank(), found, timeout_seconds)
+            found = wires.connect(
+                self.groups.scope.under("host_sum"), dist.get_rank(), others, timeout_seconds
+            )
+            self._host_sum = HostSum(dist.get_rank(), found, timeout_seconds)
         else:
             self._control = self.groups.host("control", everyone)
         self._tie_groups = {
-            name: TieGroup(self.layout, name, self.groups, timeout_seconds)
-            for name, holding in sorted(self.layout.holders.items())
+            name: TieGroup(self.holdings, name, self.groups, timeout_seconds)
+            for name, holding in sorted(self.holdings.holders.items())
             if len(holding) > 1 and stage in holding
         }
         # FSDP and tensor parallelism queue collectives of their own in every microbatch.
@@ -115,7 +116,8 @@ class Mesh:
     def _counted_elsewhere(self, index: int) -> bool:
         """A tied weight is one parameter: its first holder counts it."""
         return any(
-            index in indices and (self.layout.holders[name][0] != self.layout.stage or index != indices[0])
+            index in indices
+            and (self.holdings.holders[name][0] != self.holdings.stage or index != indices[0])
             for name, indices in self._ties.items()
         )
 
@@ -152,26 +154,26 @@ class Mesh:
             if name in self._tie_groups and not (self.sharded and indices[0] not in self.owned):
                 total = self._present(grads, indices[0]) if total is None else total.clone()
                 yield from self._tie_groups[name].all_reduce(total)
-            hand_out(total, grads, indices)
+            assign_tied(total, grads, indices)
 
-    def exchange(self, squares: Tensor, tally: Tally) -> Generator[Wait, None, Heard]:
+    def exchange(self, squares: Tensor, status: RankStatus) -> Generator[Wait, None, RunStatus]:
         mine = yield from to_host(squares)
-        stages = len(self.layout.slots)
-        count, offset = sum(self.layout.slots), sum(self.layout.slots[: self.layout.stage])
-        vector = torch.zeros(_numbers(self.layout), dtype=torch.float64)
+        stages = len(self.holdings.slots)
+        count, offset = sum(self.holdings.slots), sum(self.holdings.slots[: self.holdings.stage])
+        vector = torch.zeros(_numbers(self.holdings), dtype=torch.float64)
         vector[offset : offset + len(mine)] = torch.tensor(mine, dtype=torch.float64)
-        vector[count] = float(tally.stop)
-        if self.layout.speaks:
-            vector[count + 1 + self.layout.stage] = tally.work_seconds
-            vector[count + 1 + stages + self.layout.stage] = tally.link_seconds
+        vector[count] = float(status.stop)
+        if self.holdings.speaks:
+            vector[count + 1 + self.holdings.stage] = status.work_seconds
+            vector[count + 1 + stages + self.holdings.stage] = status.link_seconds
         yield self._sum_over_ranks(vector)
         numbers = vector.tolist()
         rest = numbers[count + 1 :]
-        return Heard(numbers[:count], numbers[count] > 0, rest[:stages], rest[stages:])
+        return RunStatus(numbers[:count], numbers[count] > 0, rest[:stages], rest[stages:])
 
     def _sum_over_ranks(self, vector: Tensor) -> Wait:
-        if self._board is not None:
-            return self._board.all_reduce(vector)
+        if self._host_sum is not None:
+            return self._host_sum.all_reduce(vector)
         assert self._control is not None
         return waiting(self._control.all_reduce(vector), self._control, self._timeout_seconds)
 
@@ -191,7 +193,7 @@ class Mesh:
             if owner != self._here:
                 bucket.unpack()
 
-    def agree(self, weights: Sequence[Tensor]) -> None:
+    def broadcast_initial(self, weights: Sequence[Tensor]) -> None:
         for axis in range(2):  # over data ranks, then over tensor ranks
             for weight, row in zip(weights, self._rows, strict=True):
                 ranks = row.begins_over[axis] if axis < len(row.begins_over) else ()
@@ -211,8 +213,8 @@ class Mesh:
         """Hang up; the groups are closed by whoever made them."""
         for tie in self._tie_groups.values():
             tie.close()
-        if self._board is not None:
-            self._board.close()
+        if self._host_sum is not None:
+            self._host_sum.close()
 
 
 class TieGroup:
@@ -222,8 +224,8 @@ class TieGroup:
     P-1 microbatches: it is queued when the first holder has told that its own is (`in_stream.py` says why so).
     """
 
-    def __init__(self, layout: Layout, name: str, groups: Groups, timeout_seconds: float) -> None:
-        ranks = [layout.pipeline_ranks[stage] for stage in layout.holders[name]]
+    def __init__(self, holdings: Holdings, name: str, groups: Groups, timeout_seconds: float) -> None:
+        ranks = [holdings.pipeline_ranks[stage] for stage in holdings.holders[name]]
         where = f"tie/{_joined(ranks)}/{name}"
         self.group = groups.device(where, ranks)
         self._timeout_seconds = timeout_seconds
@@ -273,9 +275,9 @@ def _joined(ranks: Sequence[int]) -> str:
     return "-".join(str(rank) for rank in ranks)
 
 
-def _numbers(layout: Layout) -> int:
+def _numbers(holdings: Holdings) -> int:
     """The length of what a rank tells in an update: squared norms, a wish to stop, two times of each stage."""
-    return sum(layout.slots) + 1 + 2 * len(layout.slots)
+    return sum(holdings.slots) + 1 + 2 * len(holdings.slots)
 
 
 def _discover(
@@ -286,7 +288,7 @@ def _discover(
     group: dist.ProcessGroup | None,
     data_group: dist.ProcessGroup | None,
     grid: Grid,
-) -> Layout:
+) -> Holdings:
     """`ties`: tied weight -> shapes and layouts of this stage's parameters that hold it."""
     told: list[Any] = [None] * stages
     sizes = len(grid.data), len(grid.tensor)
@@ -307,7 +309,7 @@ def _discover(
             holders.setdefault(name, []).append(index)
     check_ties([held for _, _, held, *_ in told])
     ranks = _stage_ranks(grid, data_group)
-    return Layout(
+    return Holdings(
         stage=stage,
         speaks=grid.rank == ranks[0],
         ranks=ranks,

@@ -15,17 +15,10 @@ import torch
 from torch import Tensor
 
 from slipstream.distributed import lost
-from slipstream.distributed.groups import Group, Groups
-from slipstream.pipeline.board import PeerLost
+from slipstream.distributed.groups import Group, Groups, Wait
+from slipstream.pipeline.host_sum import PeerLost
 
 Gradients = list[Tensor | None]
-
-
-class Wait(Protocol):
-    """Something under way. `torch.distributed.Work` is one."""
-
-    def is_completed(self) -> bool: ...
-    def wait(self) -> object: ...
 
 
 Steps = Iterator[Wait]
@@ -77,7 +70,7 @@ class OverRanks:
 
 
 @dataclass
-class Tally:
+class RankStatus:
     """What a rank tells the others once per update, beside the squared norms of its gradients."""
 
     stop: bool = False  # asks the run to stop
@@ -86,7 +79,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Heard:
+class RunStatus:
     """What all ranks told in one update."""
 
     squares: list[float]  # squared gradient norms of all parameters of all stages
@@ -116,15 +109,15 @@ class Peers(Protocol):
         """Sum the gradients of tied weights, in place."""
         ...
 
-    def exchange(self, squares: Tensor, tally: Tally) -> Generator[Wait, None, Heard]:
-        """Tell this rank's slots of the squared norms and its tally; return what all told."""
+    def exchange(self, squares: Tensor, status: RankStatus) -> Generator[Wait, None, RunStatus]:
+        """Tell this rank's slots of the squared norms and its status; return what all told."""
         ...
 
     def gather(self, weights: Sequence[Tensor]) -> Steps:
         """Complete a bank of which each owner has written its part."""
         ...
 
-    def agree(self, weights: Sequence[Tensor]) -> None:
+    def broadcast_initial(self, weights: Sequence[Tensor]) -> None:
         """At the start, give tied weights and data ranks the values of the first of them."""
         ...
 
@@ -149,17 +142,17 @@ class Alone:
 
     def tie(self, grads: Gradients) -> Steps:
         for tie in self.ties:
-            hand_out(sum_present([grads[index] for index in tie]), grads, tie)
+            assign_tied(sum_present([grads[index] for index in tie]), grads, tie)
         yield from ()
 
-    def exchange(self, squares: Tensor, tally: Tally) -> Generator[Wait, None, Heard]:
+    def exchange(self, squares: Tensor, status: RankStatus) -> Generator[Wait, None, RunStatus]:
         told = yield from to_host(squares)
-        return Heard(told, tally.stop, [tally.work_seconds], [tally.link_seconds])
+        return RunStatus(told, status.stop, [status.work_seconds], [status.link_seconds])
 
     def gather(self, weights: Sequence[Tensor]) -> Steps:
         yield from ()
 
-    def agree(self, weights: Sequence[Tensor]) -> None:
+    def broadcast_initial(self, weights: Sequence[Tensor]) -> None:
         for tie in self.ties:
             copy_first(weights, tie)
 
@@ -184,7 +177,7 @@ def sum_present(tensors: Sequence[Tensor | None]) -> Tensor | None:
     return total
 
 
-def hand_out(total: Tensor | None, grads: Gradients, tie: Sequence[int]) -> None:
+def assign_tied(total: Tensor | None, grads: Gradients, tie: Sequence[int]) -> None:
     """To each of the tied parameters a tensor of its own: corrections and optimizers may change gradients in place."""
     for index in tie:
         grads[index] = total if total is None or index == tie[0] else total.clone()

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from slipstream.errors import UserError
+from slipstream.optim.sharded import least_loaded
 from slipstream.torch_private import fsdp_meshes, is_strided_shard
 
 Ranks = tuple[int, ...]
@@ -181,11 +182,7 @@ def owned_rows(
             f"'{cut.name}' is laid out as {cut.layout}: its optimizer is sharded already. Set shard_optimizer=False, "
             "or prepare without FSDP2 and tensor parallelism."
         )
-    loads = [0] * len(grid.data)
-    owners = [0] * len(rows)
-    for index in sorted(range(len(rows)), key=lambda i: (i not in tied, -sizes[i], i)):
-        owners[index] = 0 if index in tied else loads.index(min(loads))
-        loads[owners[index]] += sizes[index]
+    owners = least_loaded(sizes, len(grid.data), dict.fromkeys(tied, 0))
     here = grid.data.index(grid.rank)
     first = grid.first_of_tensor
     return [

@@ -48,7 +48,7 @@ def planned(
     by_name = dict(zip(names, parameters, strict=True))
     grid = grid_of(by_name, mesh, data_group)
     rows = place([versions.module], by_name, grid)
-    indices = {key: [names.index(name) for name in local] for key, local in ties.items()}
+    indices = {key: [names.index(name) for name in held] for key, held in ties.items()}
     if shard_optimizer:
         rows = owned_rows(rows, [p.numel() for p in parameters], indices, grid)
     return Plan(list(parameters), rows, grid, indices, summed)

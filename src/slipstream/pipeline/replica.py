@@ -11,18 +11,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from slipstream.errors import UserError
+from slipstream.optim.sharded import local
 from slipstream.pipeline.fsdp import sharded_modules
 
 Prepare = Callable[[nn.Module], nn.Module | None]
 Part = tuple[
     int, bool
 ]  # of a group: its number, and whether it is the fresh part (z_g) or the old one (a bank)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lives on this rank, without autograd."""
-    plain = tensor.detach()
-    return plain.to_local() if isinstance(plain, DTensor) else plain
 
 
 def sharded_as(parameter: Tensor, part: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ class Schedule2BW:
             self._stage, self._peers.groups, warm_up_behind=lambda: self._depth.warm_up_behind,
             timeout_seconds=timeout, delay_seconds=link_latency,
         )  # fmt: skip
-        self._peers.agree(self._versions.master.weights)
+        self._peers.broadcast_initial(self._versions.master.weights)
         self._versions.spread()
         if shard_optimizer:
             self._versions.owned = self._peers.owned
@@ -187,7 +187,7 @@ class Schedule2BW:
                 self._flight.await_weights(group, 0)
             self._updater.enter(group)
             self._flight.await_weights(group, 0)
-            self._depth.adapt(group, self._updater.heard)
+            self._depth.adapt(group, self._updater.statuses)
             results = []
             for index, microbatch in enumerate(microbatches):
                 if 0 < index == cutover:
@@ -273,7 +273,7 @@ class Schedule2BW:
         self.drain()
         self._updater.await_copies()
         with torch.no_grad(), self.gathered_master():
-            self._peers.agree(self._versions.master.weights)
+            self._peers.broadcast_initial(self._versions.master.weights)
             self._versions.spread()
 
     def capture(self) -> states.State:
@@ -341,7 +341,7 @@ class Schedule2BW:
 
     def request_stop(self) -> None:
         """Ask all stages to stop; it travels with the next update. See `stopping`."""
-        self._updater.tally.stop = True
+        self._updater.status.stop = True
 
     def stopping(self) -> bool:
         """Whether to hand in no further group: the same answer for the same group on every rank.
@@ -350,7 +350,7 @@ class Schedule2BW:
         """
         with self._guarded():
             self._updater.finish(self.group - 2)
-        return any(heard.stop for group, heard in self._updater.heard.items() if group <= self.group - 2)
+        return any(told.stop for group, told in self._updater.statuses.items() if group <= self.group - 2)
 
     def trace(self, on: bool) -> None:
         """Record what this stage does and when."""

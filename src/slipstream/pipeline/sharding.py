@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from slipstream.errors import UserError
+from slipstream.optim.sharded import local
 from slipstream.pipeline.peers import Peers
-from slipstream.pipeline.replica import local
 from slipstream.pipeline.versions import Versions
 
 

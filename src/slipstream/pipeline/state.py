@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from slipstream.errors import CheckpointError, UserError
 from slipstream.lists import copy_
+from slipstream.optim.sharded import local
 from slipstream.pipeline.compact import Halves, whole
-from slipstream.pipeline.replica import Part, Replica, local, sharded_as
+from slipstream.pipeline.replica import Part, Replica, sharded_as
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import THE_MASTER, Versions
 

@@ -29,11 +29,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slipstream.distributed import lost
+from slipstream.distributed.groups import Wait
 from slipstream.errors import UserError
 from slipstream.lists import norms
 from slipstream.optim.corrections import Correction
-from slipstream.pipeline.board import PeerLost
-from slipstream.pipeline.peers import Gradients, Heard, Peers, Tally, Wait
+from slipstream.pipeline.host_sum import PeerLost
+from slipstream.pipeline.peers import Gradients, Peers, RankStatus, RunStatus
 from slipstream.pipeline.stepping import Stepping, Written
 from slipstream.pipeline.versions import Target, Versions
 from slipstream.torch_private import mark_stepped
@@ -63,8 +64,8 @@ class Updater:
         self.awaited = -1  # the last group whose update someone waits for
         self.skipped = 0
         self.grad_norms: dict[int, float] = {}  # of recent groups; a skipped group's is not finite
-        self.tally = Tally()
-        self.heard: dict[int, Heard] = {}  # what all ranks told, by recent group
+        self.status = RankStatus()
+        self.statuses: dict[int, RunStatus] = {}  # what all ranks told, by recent group
         self.after_update: Callable[[int], None] | None = None
         self.wait_for: Callable[[Wait], object] = lambda wait: wait.wait()  # how to block
         self.in_hook = False  # while `after_update` runs, inside its update
@@ -97,7 +98,7 @@ class Updater:
     def forget(self) -> None:
         """Drop what is known of recent groups: a state was loaded, and they may come again."""
         self.grad_norms.clear()
-        self.heard.clear()
+        self.statuses.clear()
         self.awaited = self._reduced = self.completed - 1
 
     def enter(self, group: int) -> None:
@@ -181,11 +182,11 @@ class Updater:
         yield from self.peers.tie(grads)
         if self.correction.corrects_gradient:
             self._correct_gradient(group, grads)
-        heard = yield from self.peers.exchange(self._squares(grads), self.tally)
-        norm = math.sqrt(total) if math.isfinite(total := _sum(heard.squares)) else math.nan
+        told = yield from self.peers.exchange(self._squares(grads), self.status)
+        norm = math.sqrt(total) if math.isfinite(total := _sum(told.squares)) else math.nan
         self.grad_norms[group] = norm
-        self.heard[group] = heard
-        for recent in (self.grad_norms, self.heard):
+        self.statuses[group] = told
+        for recent in (self.grad_norms, self.statuses):
             recent.pop(group - RECENT_GROUPS, None)
         if self.peers.in_step:
             # Sharded matrices travel between data ranks, as FSDP's own collectives do in every microbatch: their order

@@ -14,11 +14,17 @@ from math import inf
 
 from slipstream.errors import UserError
 from slipstream.plan.layout import Job
-from slipstream.plan.memory import AT_ONCE_BYTES, StageMemory, peak_activation_bytes, weights_memory
+from slipstream.plan.memory import (
+    AT_ONCE_BYTES,
+    Held,
+    StageMemory,
+    held_together,
+    peak_activation_bytes,
+    weights_memory,
+)
 from slipstream.plan.partition import partition
 from slipstream.plan.parts import LOSS_SCRATCH_MOST, build_model, stage_parts, stage_seconds
 from slipstream.plan.throughput import Shape, StageTimes, rank_of, stage_times
-from slipstream.schedule.actions import Schedule
 from slipstream.schedule.cutover import default_cutover
 from slipstream.schedule.generate import build, canonical
 
@@ -99,8 +105,8 @@ class Fitter:
         self.job = job
         self.model = build_model(job.config, job.sequence, job.cluster.device, job.precision, job.timings)
         self._cuts: dict[tuple, Cut | None] = {}
-        self._schedules: dict[tuple, Schedule] = {}
-        self._in_flight: dict[tuple, list[float]] = {}
+        self._seconds: dict[tuple[int, bool], dict[tuple[int, int], float]] = {}
+        self._held_together: dict[tuple, Held] = {}
 
     def fit(self, shape: Shape, room: float) -> tuple[Cut, tuple[StageMemory, ...], StageTimes] | None:
         """The best cut that leaves no rank with more than `room` bytes; None where there is none."""
@@ -123,12 +129,16 @@ class Fitter:
         """Balanced cost, with at most `most[s]` layers on stage s."""
         key = (shape.model_stages, shape.microbatch_size, shape.checkpointing, most)
         if key not in self._cuts:
+            known = self._seconds.setdefault((shape.microbatch_size, shape.checkpointing), {})
 
             def cost(stage: int, first: int, last: int) -> float:
                 if first >= last or (most is not None and last - first > most[stage]):
                     return inf
-                parts = stage_parts(self.model, range(first, last))
-                return sum(stage_seconds(parts, shape.microbatch_size, shape.checkpointing))
+                if (first, last) not in known:
+                    parts = stage_parts(self.model, range(first, last))
+                    seconds = stage_seconds(parts, shape.microbatch_size, shape.checkpointing)
+                    known[first, last] = sum(seconds)
+                return known[first, last]
 
             found = partition(len(self.model.layers), shape.model_stages, cost)
             self._cuts[key] = tuple(found) if found else None
@@ -136,9 +146,8 @@ class Fitter:
 
     def memory(self, shape: Shape, cut: Cut) -> tuple[StageMemory, ...]:
         """Memory of every rank, its chunks together."""
-        activations = peak_activation_bytes(
-            self._schedule(shape), [self._held(layers, shape) for layers in cut]
-        )
+        held = [self._held(layers, shape) for layers in cut]
+        activations = peak_activation_bytes(self._held_by_schedule(shape), held)
         ranks: list[list[range]] = [[] for _ in range(shape.stages)]
         for stage, layers in enumerate(cut):
             ranks[rank_of(stage, shape)].append(layers)
@@ -198,11 +207,9 @@ class Fitter:
     def _most_layers(self, shape: Shape, room: float) -> tuple[int, ...]:
         """The most layers each stage can hold (schedules of one chunk)."""
         count = len(self.model.layers)
-        key = (shape.schedule, shape.stages, shape.microbatches, shape.in_flight)
-        if key not in self._in_flight:
-            self._in_flight[key] = peak_activation_bytes(self._schedule(shape), [1.0] * shape.stages)
         most = []
-        for stage, in_flight in enumerate(self._in_flight[key]):
+        in_flight_of = peak_activation_bytes(self._held_by_schedule(shape), [1.0] * shape.stages)
+        for stage, in_flight in enumerate(in_flight_of):
 
             def held(layers: int, stage: int = stage, in_flight: float = in_flight) -> float:
                 first = 0 if stage == 0 else count - layers if stage == shape.stages - 1 else 1
@@ -213,15 +220,16 @@ class Fitter:
             most.append(bisect_right(choices, room, key=held))
         return tuple(most)
 
-    def _schedule(self, shape: Shape) -> Schedule:
-        """Long enough to show the most activations the schedule ever holds."""
+    def _held_by_schedule(self, shape: Shape) -> Held:
+        """Of a schedule long enough to show the most activations it ever holds."""
         most = shape.microbatches if shape.schedule == "gpipe" else OCCUPANCY_MICROBATCHES * shape.stages
         microbatches = min(shape.microbatches, most)
         if shape.schedule == "interleaved_1f1b":
             microbatches -= microbatches % shape.stages
         key = (shape.schedule, shape.stages, microbatches, shape.in_flight)
-        if key not in self._schedules:
+        if key not in self._held_together:
             groups = 2 if shape.asynchronous else 1
             options = {"in_flight": shape.in_flight} if shape.in_flight else {}
-            self._schedules[key] = build(shape.schedule, shape.stages, microbatches, groups, **options)
-        return self._schedules[key]
+            schedule = build(shape.schedule, shape.stages, microbatches, groups, **options)
+            self._held_together[key] = held_together(schedule)
+        return self._held_together[key]

@@ -147,16 +147,28 @@ def bytes_per_parameter(**settings) -> Mapping[str, float]:
     }
 
 
-def peak_activation_bytes(schedule: Schedule, bytes_per_stage: Sequence[float]) -> list[float]:
-    """The most activation bytes each rank holds, given what a microbatch costs on each model stage."""
-    peaks = []
+Held = list[set[tuple[tuple[int, int], ...]]]
+
+
+def held_together(schedule: Schedule) -> Held:
+    """Of each rank, what it ever holds at one time: (model stage, microbatches between forward and backward) pairs."""
+    ranks: Held = []
     for actions in schedule.ranks:
-        alive = peak = 0.0
+        alive = dict.fromkeys(sorted({action.stage for action in actions}), 0)
+        seen: set[tuple[tuple[int, int], ...]] = set()
         for kind, stage, *_ in actions:
             if kind is Kind.FORWARD:
-                alive += bytes_per_stage[stage]
-                peak = max(peak, alive)
+                alive[stage] += 1
+                seen.add(tuple(alive.items()))
             elif kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                alive -= bytes_per_stage[stage]
-        peaks.append(peak)
-    return peaks
+                alive[stage] -= 1
+        ranks.append({max(seen)} if len(alive) == 1 else seen)  # of one stage only the most counts
+    return ranks
+
+
+def peak_activation_bytes(held: Held, bytes_per_stage: Sequence[float]) -> list[float]:
+    """The most activation bytes each rank holds, given what a microbatch costs on each model stage."""
+    return [
+        max(sum((count * bytes_per_stage[stage] for stage, count in alive), 0.0) for alive in seen)
+        for seen in held
+    ]

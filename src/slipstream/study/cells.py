@@ -30,7 +30,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
-class Layout:
+class AxisRoles:
     seed: str = "seed"
     mode: str = "mode"
     reference: str = "sync"
@@ -83,42 +83,42 @@ class Cell:
         return sum(updates(value, steps) for value in named) / steps
 
 
-def layout_of(study: Study) -> Layout:
-    known = [item.name for item in fields(Layout)]
+def roles_of(study: Study) -> AxisRoles:
+    known = [item.name for item in fields(AxisRoles)]
     if unknown := set(study.table) - set(known):
         raise UserError(f"[table] of '{study.name}' has {sorted(unknown)}; it may have {sorted(known)}.")
     values: dict[str, Any] = dict(study.table)
     best = values.get("best", [])
     values["best"] = tuple(best) if isinstance(best, list) else (best,)
-    layout, labels = Layout(**values), study.labels()
+    roles, labels = AxisRoles(**values), study.labels()
     for key in (key for key in known if key in study.table):
         modes = key in ("reference", "baseline")
-        allowed = labels.get(layout.mode, []) if modes else list(labels)
+        allowed = labels.get(roles.mode, []) if modes else list(labels)
         wanted = values[key] if key == "best" else (values[key],)
         if stray := [name for name in wanted if name not in allowed]:
             what = (
-                f"'{layout.mode}' has {names(allowed) or 'no values'}"
+                f"'{roles.mode}' has {names(allowed) or 'no values'}"
                 if modes
                 else f"the axes are {names(allowed)}"
             )
             raise UserError(f"[table] of '{study.name}' has {key} = {stray[0]!r}, and {what}.")
-    return layout
+    return roles
 
 
-def all_cells(points: Sequence[Point], results: Mapping[str, Result], layout: Layout) -> list[Cell]:
+def all_cells(points: Sequence[Point], results: Mapping[str, Result], roles: AxisRoles) -> list[Cell]:
     """A cell for every combination that has an ended run, in the order of the study."""
     seeds: dict[tuple[Labels, str, Labels], tuple[dict[str, Result], dict[str, str]]] = {}
-    special = {layout.seed, layout.mode, *layout.best}
+    special = {roles.seed, roles.mode, *roles.best}
     for point in points:
         result = results.get(point.digest)
         if result is None:
             continue
         # A point of a cheaper grid keeps its label on TUNING, and so a group of its own.
         group = tuple((axis, label) for axis, label in point.labels.items() if axis not in special)
-        chosen = tuple((axis, point.labels[axis]) for axis in layout.best if axis in point.labels)
-        key = (group, point.labels.get(layout.mode, ""), chosen)
+        chosen = tuple((axis, point.labels[axis]) for axis in roles.best if axis in point.labels)
+        key = (group, point.labels.get(roles.mode, ""), chosen)
         finished, failed = seeds.setdefault(key, ({}, {}))
-        seed = point.labels.get(layout.seed, "")
+        seed = point.labels.get(roles.seed, "")
         if result.loss is None:
             failed[seed] = result.failed
         else:
@@ -137,13 +137,13 @@ def whole(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in cells if not cell.tuning]
 
 
-def compared(cells: Sequence[Cell], layout: Layout) -> list[Cell]:
+def compared(cells: Sequence[Cell], roles: AxisRoles) -> list[Cell]:
     """The best cell of each group and mode, with its gap, share recovered and penalty."""
     by_place: dict[tuple[Labels, str], list[Cell]] = {}
     for cell in cells:
         by_place.setdefault((cell.group, cell.mode), []).append(cell)
     chosen = {place: _best(found) for place, found in by_place.items()}
-    return [_compare(cell, chosen, layout) for cell in chosen.values()]
+    return [_compare(cell, chosen, roles) for cell in chosen.values()]
 
 
 def slope_by_length(reference: Cell, cheaper: Sequence[Cell]) -> float | None:
@@ -189,18 +189,18 @@ def pairs(cell: Cell, reference: Cell) -> list[str]:
     return [seed for seed, run in cell.results.items() if seed in known and run.same_text(known[seed])]
 
 
-def _compare(cell: Cell, chosen: Mapping[tuple[Labels, str], Cell], layout: Layout) -> Cell:
-    reference = chosen.get((cell.group, layout.reference))
-    if reference is None or not reference.results or not cell.results or cell.mode == layout.reference:
+def _compare(cell: Cell, chosen: Mapping[tuple[Labels, str], Cell], roles: AxisRoles) -> Cell:
+    reference = chosen.get((cell.group, roles.reference))
+    if reference is None or not reference.results or not cell.results or cell.mode == roles.reference:
         return cell
-    baseline = chosen.get((cell.group, layout.baseline))
+    baseline = chosen.get((cell.group, roles.baseline))
     losses, recovered = _among(cell.losses, pairs(cell, reference)), None
-    if baseline is not None and cell.mode != layout.baseline and not cell.synchronous:
+    if baseline is not None and cell.mode != roles.baseline and not cell.synchronous:
         delayed = _among(baseline.losses, pairs(baseline, reference))
         recovered = share_recovered(losses, reference.losses, delayed)
     found = []
     for seed, loss in losses.items():
-        curve = _curve(seed, cell, reference, chosen, layout)
+        curve = _curve(seed, cell, reference, chosen, roles)
         found.append(token_penalty(curve, reference.losses[seed], loss))
     penalty = mean_penalty([penalty for penalty in found if penalty is not None])
     return replace(
@@ -213,15 +213,15 @@ def _compare(cell: Cell, chosen: Mapping[tuple[Labels, str], Cell], layout: Layo
 
 
 def _curve(
-    seed: str, cell: Cell, reference: Cell, chosen: Mapping[tuple[Labels, str], Cell], layout: Layout
+    seed: str, cell: Cell, reference: Cell, chosen: Mapping[tuple[Labels, str], Cell], roles: AxisRoles
 ) -> Curve:
     """Synchronous loss against tokens: by run length where the study has lengths, else within the paired run."""
-    if layout.length is None:
+    if roles.length is None:
         return reference.results[seed].validation
     others = [
         sync
         for (group, mode), sync in chosen.items()
-        if mode == layout.reference and _without(group, layout.length) == _without(cell.group, layout.length)
+        if mode == roles.reference and _without(group, roles.length) == _without(cell.group, roles.length)
     ]
     return [
         (sync.results[seed].tokens, sync.losses[seed]) for sync in others if seed in pairs(sync, reference)

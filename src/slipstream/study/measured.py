@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.plan.penalty import SYNC_START, Penalty, same_place
-from slipstream.study.cells import Cell, Layout
+from slipstream.study.cells import AxisRoles, Cell
 from slipstream.study.results import Result
 
 _MAY_DIFFER = {
@@ -27,12 +27,12 @@ _MAY_DIFFER = {
 _WRITTEN = ("none", "error_feedback")
 
 
-def entries(study: str, cells: Sequence[Cell], layout: Layout) -> list[Penalty]:
+def entries(study: str, cells: Sequence[Cell], roles: AxisRoles) -> list[Penalty]:
     """One entry for each compared cell that the planner has a name for; of several lengths, the longest runs'.
 
     The planner asks by optimizer, correction, batch and model, and would take the first of them.
     """
-    references = {cell.group: cell for cell in cells if cell.mode == layout.reference and cell.results}
+    references = {cell.group: cell for cell in cells if cell.mode == roles.reference and cell.results}
     found: list[Penalty] = []
     longest_first = sorted(
         cells, key=lambda cell: -max((run.tokens for run in cell.results.values()), default=0)
@@ -50,7 +50,7 @@ def entries(study: str, cells: Sequence[Cell], layout: Layout) -> list[Penalty]:
             penalty=round(max(1.0, cell.penalty.value), 4),
             batch_tokens=round(result.tokens / result.steps),
             parameters=result.parameters,
-            source=_source(study, cell, layout, result),
+            source=_source(study, cell, roles, result),
             gap=None if cell.gap is None else round(cell.gap.value, 4),
             old=round(result.old, 4),
         )
@@ -80,7 +80,7 @@ def _kept(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in kept.items() if key not in _MAY_DIFFER}
 
 
-def _source(study: str, cell: Cell, layout: Layout, result: Result) -> str:
+def _source(study: str, cell: Cell, roles: AxisRoles, result: Result) -> str:
     assert cell.penalty is not None
     seeds = cell.penalty.n
     text = f"study {study}: {seeds} paired seed{'s' if seeds != 1 else ''}"
@@ -97,7 +97,7 @@ def _source(study: str, cell: Cell, layout: Layout, result: Result) -> str:
         text += (
             f", synchronous start of {100 * start:g} %" if start < 1 else f", synchronous start of {start:g}"
         )
-    curve = f"final losses by {layout.length}" if layout.length else "the synchronous run's own curve"
+    curve = f"final losses by {roles.length}" if roles.length else "the synchronous run's own curve"
     text += f"; read off {curve}" + (", extrapolated" if cell.extrapolated else "")
     if cell.penalty.value < 1:
         text += f"; measured {cell.penalty.value:.3f}, taken as 1"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slipstream.metrics.report_page import Chart, Part, Section, Series, Table, Text, page
-from slipstream.study.cells import Cell, Layout, pairs
+from slipstream.study.cells import AxisRoles, Cell, pairs
 from slipstream.study.results import Curve, Result
 from slipstream.study.sweep import Expansion, Study
 from slipstream.study.tables import as_csv, compared_cells, markdown, runs_table, table_csv, tables
@@ -18,15 +18,15 @@ _BROKEN = 0.5  # a rise of the validation loss that no noise explains
 
 def write_tables(study: Study, expansion: Expansion, results: Mapping[str, Result], out: Path) -> list[Path]:
     """NAME.md, NAME.csv, NAME-runs.csv and NAME.html in `out`."""
-    rows, layout = compared_cells(study, expansion, results)
+    rows, roles = compared_cells(study, expansion, results)
     found = tables(study, expansion, results)
     runs = runs_table(expansion.points, results)
     notes = notes_of(expansion, results)
     texts = {
         f"{study.name}.md": markdown(study, found, notes),
-        f"{study.name}.csv": as_csv(rows, layout),
+        f"{study.name}.csv": as_csv(rows, roles),
         f"{study.name}-runs.csv": table_csv(runs),
-        f"{study.name}.html": study_page(study, found, rows, layout, notes, runs),
+        f"{study.name}.html": study_page(study, found, rows, roles, notes, runs),
     }
     out.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -40,7 +40,7 @@ def study_page(
     study: Study,
     found: Sequence[Table],
     rows: Sequence[Cell],
-    layout: Layout,
+    roles: AxisRoles,
     notes: Sequence[str],
     runs: Table,
 ) -> str:
@@ -53,7 +53,7 @@ def study_page(
         cells = [cell for cell in rows if cell.group == group and cell.results]
         title = ", ".join(f"{axis} {label}" for axis, label in group) or study.name
         losses.append(_loss_chart(title, cells))
-        gaps += _gap_chart(title, cells, layout)
+        gaps += _gap_chart(title, cells, roles)
     note = "Validation loss at the master; the band spans the seeds. Dashed: training loss at the bank."
     return page(
         study.name,
@@ -61,7 +61,7 @@ def study_page(
             Section("Tables", [*about, *found]),
             Section("Loss against tokens", losses, note=note),
             Section(
-                f"Gap to {layout.reference} against tokens", gaps, note="Mean of the paired gaps over seeds."
+                f"Gap to {roles.reference} against tokens", gaps, note="Mean of the paired gaps over seeds."
             ),
             Section("Runs", [runs]),
         ],
@@ -80,8 +80,8 @@ def _loss_chart(title: str, cells: Sequence[Cell]) -> Chart:
     return Chart(title, series, x_label="tokens", y_label="loss", focus=True, smooth=True)
 
 
-def _gap_chart(title: str, cells: Sequence[Cell], layout: Layout) -> list[Chart]:
-    reference = next((cell for cell in cells if cell.mode == layout.reference), None)
+def _gap_chart(title: str, cells: Sequence[Cell], roles: AxisRoles) -> list[Chart]:
+    reference = next((cell for cell in cells if cell.mode == roles.reference), None)
     if reference is None:
         return []
     series = []

@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.config.load import parse_value, read_toml
 from slipstream.errors import UserError
-from slipstream.study.cells import layout_of
+from slipstream.study.cells import roles_of
 from slipstream.study.sweep import TUNING, Axis, Choice, Combine, Node, Study, Tree, Tune, merge, names
 
 # Below the file's own base: what a run of a study does not need.
@@ -49,7 +49,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
         runs=_node(tree["runs"], axes),
         table=_table(tree, "table"),
     )
-    layout_of(study)  # a mistake there is said before the runs, not after
+    roles_of(study)  # a mistake there is said before the runs, not after
     return study
 
 

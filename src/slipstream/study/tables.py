@@ -11,7 +11,7 @@ import io
 from collections.abc import Mapping, Sequence
 
 from slipstream.metrics.report_page import Table
-from slipstream.study.cells import Cell, Layout, all_cells, compared, layout_of, slope_by_length, whole
+from slipstream.study.cells import AxisRoles, Cell, all_cells, compared, roles_of, slope_by_length, whole
 from slipstream.study.penalty import net_gain, penalty_of_gap, speedup
 from slipstream.study.results import Result
 from slipstream.study.statistics import Estimate
@@ -22,35 +22,35 @@ MICROBATCHES = (1, 2, 3)  # per stage
 NONE = "–"
 
 
-Compared = tuple[list[Cell], Layout]
+Compared = tuple[list[Cell], AxisRoles]
 
 
 def compared_cells(study: Study, expansion: Expansion, results: Mapping[str, Result]) -> Compared:
     """The rows of the loss table, and what the study calls its axes."""
-    layout = layout_of(study)
-    return compared(whole(all_cells(expansion.points, results, layout)), layout), layout
+    roles = roles_of(study)
+    return compared(whole(all_cells(expansion.points, results, roles)), roles), roles
 
 
 def tables(study: Study, expansion: Expansion, results: Mapping[str, Result]) -> list[Table]:
     """Everything a study says, in the order a reader wants it."""
-    layout = layout_of(study)
-    cells = all_cells(expansion.points, results, layout)
-    rows = compared(whole(cells), layout)
+    roles = roles_of(study)
+    cells = all_cells(expansion.points, results, roles)
+    rows = compared(whole(cells), roles)
     cheaper = [cell for cell in cells if cell.tuning]
     found = [
-        loss_table(rows, layout),
-        *gain_table(rows, layout),
-        *shorter_table(rows, cheaper, layout),
-        *grid_tables(cheaper or cells, layout),
+        loss_table(rows, roles),
+        *gain_table(rows, roles),
+        *shorter_table(rows, cheaper, roles),
+        *grid_tables(cheaper or cells, roles),
     ]
     return [table for table in found if table.rows]
 
 
-def loss_table(cells: Sequence[Cell], layout: Layout) -> Table:
+def loss_table(cells: Sequence[Cell], roles: AxisRoles) -> Table:
     """Mean, standard error, paired gap, share recovered and token penalty of every group and mode."""
     axes = _axes(cells)
-    header = [*axes, layout.mode, *layout.best, "seeds", "validation loss", f"gap to {layout.reference}"]
-    header += [f"share of {layout.baseline}'s gap recovered", "token penalty"]
+    header = [*axes, roles.mode, *roles.best, "seeds", "validation loss", f"gap to {roles.reference}"]
+    header += [f"share of {roles.baseline}'s gap recovered", "token penalty"]
     body = []
     for cell in cells:
         labels, chosen = dict(cell.group), dict(cell.chosen)
@@ -61,8 +61,8 @@ def loss_table(cells: Sequence[Cell], layout: Layout) -> Table:
             [
                 *(labels.get(axis, NONE) for axis in axes),
                 cell.mode or NONE,
-                *(chosen.get(axis, NONE) for axis in layout.best),
-                _seeds(cell, layout),
+                *(chosen.get(axis, NONE) for axis in roles.best),
+                _seeds(cell, roles),
                 loss,
                 _estimate(cell.gap, "+.4f"),
                 _percent(cell.recovered),
@@ -70,8 +70,8 @@ def loss_table(cells: Sequence[Cell], layout: Layout) -> Table:
             ]
         )
     curve = (
-        f"the curve of final synchronous losses by {layout.length}"
-        if layout.length
+        f"the curve of final synchronous losses by {roles.length}"
+        if roles.length
         else "the validation curve of the paired synchronous run"
     )
     note = (
@@ -84,13 +84,13 @@ def loss_table(cells: Sequence[Cell], layout: Layout) -> Table:
     return Table(header, body, title="Loss", note=note)
 
 
-def _seeds(cell: Cell, layout: Layout) -> str:
+def _seeds(cell: Cell, roles: AxisRoles) -> str:
     """How many, and how many of them have a synchronous run to be held against."""
     count, held = len(cell.results), 0 if cell.gap is None else cell.gap.n
-    return str(count) if cell.mode == layout.reference or held == count else f"{count} ({held} paired)"
+    return str(count) if cell.mode == roles.reference or held == count else f"{count} ({held} paired)"
 
 
-def gain_table(cells: Sequence[Cell], layout: Layout) -> list[Table]:
+def gain_table(cells: Sequence[Cell], roles: AxisRoles) -> list[Table]:
     """Speed-up over the fastest synchronous schedule divided by the penalty, for some pipelines."""
     paying = [cell for cell in cells if cell.penalty is not None and not cell.synchronous]
     if not paying:
@@ -98,7 +98,7 @@ def gain_table(cells: Sequence[Cell], layout: Layout) -> list[Table]:
     axes = _axes(cells)
     places = [(stages, stages * factor) for stages in STAGES for factor in MICROBATCHES]
     speeds = [speedup(stages, microbatches) for stages, microbatches in places]
-    header = [*axes, layout.mode, *(f"P={p} m={m}" for p, m in places)]
+    header = [*axes, roles.mode, *(f"P={p} m={m}" for p, m in places)]
     blank = [""] * len(axes)
     body = [
         [*blank, "fastest synchronous schedule", *(speed.rival for speed in speeds)],
@@ -126,9 +126,9 @@ def gain_table(cells: Sequence[Cell], layout: Layout) -> list[Table]:
     return [Table(header, body, title="Net gain (simulated)", note=note)]
 
 
-def shorter_table(rows: Sequence[Cell], cheaper: Sequence[Cell], layout: Layout) -> list[Table]:
+def shorter_table(rows: Sequence[Cell], cheaper: Sequence[Cell], roles: AxisRoles) -> list[Table]:
     """What gaps are worth by the losses of shorter synchronous runs, where a grid was tuned on such runs."""
-    references = {cell.group: cell for cell in rows if cell.mode == layout.reference}
+    references = {cell.group: cell for cell in rows if cell.mode == roles.reference}
     slopes = {group: slope_by_length(cell, cheaper) for group, cell in references.items()}
     axes = _axes(rows)
     body = []
@@ -148,14 +148,14 @@ def shorter_table(rows: Sequence[Cell], cheaper: Sequence[Cell], layout: Layout)
         "final synchronous loss falls per e-fold of tokens between the best run of the shorter grid and the whole run "
         "of the same seed, each with its own schedule. Penalty = exp(gap / slope); its interval is the gap's alone."
     )
-    header = [*axes, layout.mode, "slope", "token penalty by length"]
+    header = [*axes, roles.mode, "slope", "token penalty by length"]
     return [Table(header, body, title="Token penalty by length", note=note)]
 
 
-def grid_tables(cells: Sequence[Cell], layout: Layout) -> list[Table]:
+def grid_tables(cells: Sequence[Cell], roles: AxisRoles) -> list[Table]:
     """Loss by value of each tuned axis."""
     found = []
-    for position, axis in enumerate(layout.best):
+    for position, axis in enumerate(roles.best):
         values = list(
             dict.fromkeys(cell.chosen[position][1] for cell in cells if len(cell.chosen) > position)
         )
@@ -170,10 +170,10 @@ def grid_tables(cells: Sequence[Cell], layout: Layout) -> list[Table]:
             place = (*(labels.get(name, NONE) for name in axes), cell.mode, *rest)
             text = "failed" if cell.mean is None else f"{cell.mean:.4f} ({len(cell.results)})"
             rows.setdefault(place, {})[cell.chosen[position][1]] = text
-        others = [other for other in layout.best if other != axis]
+        others = [other for other in roles.best if other != axis]
         body = [[*place, *(row.get(value, "") for value in values)] for place, row in rows.items()]
         note = "Mean validation loss (seeds)."
-        found.append(Table([*axes, layout.mode, *others, *values], body, title=f"By {axis}", note=note))
+        found.append(Table([*axes, roles.mode, *others, *values], body, title=f"By {axis}", note=note))
     return found
 
 
@@ -207,7 +207,7 @@ def markdown(study: Study, found: Sequence[Table], notes: Sequence[str]) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def as_csv(cells: Sequence[Cell], layout: Layout) -> str:
+def as_csv(cells: Sequence[Cell], roles: AxisRoles) -> str:
     """The loss table as plain numbers, one column each."""
     axes = _axes(cells)
     file = io.StringIO()
@@ -218,8 +218,8 @@ def as_csv(cells: Sequence[Cell], layout: Layout) -> str:
     writer.writerow(
         [
             *axes,
-            layout.mode,
-            *layout.best,
+            roles.mode,
+            *roles.best,
             "seeds",
             "failed",
             "mean",
@@ -236,7 +236,7 @@ def as_csv(cells: Sequence[Cell], layout: Layout) -> str:
             numbers += [estimate.value if estimate else None, *around]
         start = [*(labels.get(axis, "") for axis in axes), cell.mode]
         start += [
-            *(chosen.get(axis, "") for axis in layout.best),
+            *(chosen.get(axis, "") for axis in roles.best),
             str(len(cell.results)),
             str(len(cell.failed)),
         ]

@@ -23,7 +23,7 @@ from slipstream.models.attention import attention_kernel
 from slipstream.models.sizes import ModelConfig, flops_per_token, parameters
 from slipstream.train import build, checkpoint
 from slipstream.train import folder as folders
-from slipstream.train.batches import Place
+from slipstream.train.batches import Share
 from slipstream.train.best import Best
 from slipstream.train.board import Board
 from slipstream.train.elastic import with_stages
@@ -32,36 +32,36 @@ from slipstream.train.folder import Plan
 from slipstream.train.health import Monitor
 from slipstream.train.master import TOKENIZER_FILE
 from slipstream.train.own_model import OwnModel
-from slipstream.train.reporter import Reporter, Seat
+from slipstream.train.reporter import Position, Reporter
 from slipstream.train.resume import load_into
 from slipstream.train.sources import datasets
 from slipstream.train.trackers import open_trackers
-from slipstream.train.trainer import Parts
+from slipstream.train.trainer import RunParts
 from slipstream.train.writer import Leader, Writer
 
 
-def seat_of(config: Config, world: World | None) -> Seat:
+def position_of(config: Config, world: World | None) -> Position:
     """This process among the ranks of the run."""
     stages = config.pipeline.stages
     assert stages is not None
     if world is None:
-        return Seat(0, 1, 1, True)
+        return Position(0, 1, 1, True)
     stage, _ = world.mesh(stages)
     # A V-shaped schedule folds back: its last module sits on the first rank.
     last = 0 if config.pipeline.schedule == "zbv" else stages - 1
-    return Seat(world.rank, stages, config.pipeline.data_ranks, stage == last)
+    return Position(world.rank, stages, config.pipeline.data_ranks, stage == last)
 
 
 @contextmanager
 def assemble(
     config: Config,
     world: World | None,
-    seat: Seat,
+    position: Position,
     data: Path | None,
     plan: Plan,
     board: Board,
     command: str = "",
-) -> Iterator[Parts]:
+) -> Iterator[RunParts]:
     """Build everything this rank needs; files are closed at the end."""
     model = build.shape(config, data)
     device = build.device(config, 0 if world is None else world.local_rank)
@@ -73,14 +73,14 @@ def assemble(
         if plan.source is not None:
             load_into(engine, Path(plan.source), config)
         recorder, show = None, None
-        if seat.leader:
+        if position.leader:
             recorder = _open_records(config, model, plan, data, device, stack, command)
             show = Show(config.train.steps, config.train.log_every, quiet=config.train.quiet)
             if plan.source is not None:
                 does = "A fork starts" if plan.forked else "The run goes on"
                 show.note(f"{does} from step {plan.step} ({plan.source})")
             stack.enter_context(show)
-            recorder.tell_by(lambda text: show.note(text, "yellow"))
+            recorder.warn_through(lambda text: show.note(text, "yellow"))
 
         def warn(step: int, text: str) -> None:
             if recorder is not None and show is not None:
@@ -90,20 +90,20 @@ def assemble(
         for text in plan.notes:
             warn(plan.step, text)
         monitor = Monitor(config.health.spike, config.health.max_skipped, _first_checkpoint(config, plan))
-        reporter = _reporter(config, model, seat, engine, board, recorder, show, _observer(monitor, warn))
+        reporter = _reporter(config, model, position, engine, board, recorder, show, _observer(monitor, warn))
         stack.callback(reporter.close)
         best = Best.after(plan.validations)
-        writer = _writer(config, seat, plan, recorder, warn, best)
+        writer = _writer(config, position, plan, recorder, warn, best)
         stack.callback(writer.close)
-        yield Parts(
+        yield RunParts(
             config=config,
             model=model,
-            seat=seat,
+            position=position,
             engine=engine,
             board=board,
             train_data=train_data,
             valid_data=valid_data,
-            place=_place(config, seat, device),
+            share=_share(config, position, device),
             device=device,
             learning_rate=build.learning_rate(config),
             reporter=reporter,
@@ -151,13 +151,13 @@ def _engine(config: Config, model: build.Model, world: World | None, device: tor
     return Pipelined(config, model, world, device)
 
 
-def _place(config: Config, seat: Seat, device: torch.device) -> Place:
-    return Place(
+def _share(config: Config, position: Position, device: torch.device) -> Share:
+    return Share(
         config.pipeline.microbatches,
-        first=seat.rank % seat.stages == 0,
-        last=seat.has_loss,
-        data_rank=seat.data_rank,
-        data_ranks=seat.data_ranks,
+        first=position.rank % position.stages == 0,
+        last=position.has_loss,
+        data_rank=position.data_rank,
+        data_ranks=position.data_ranks,
         pin=device.type == "cuda",
     )
 
@@ -165,7 +165,7 @@ def _place(config: Config, seat: Seat, device: torch.device) -> Place:
 def _reporter(
     config: Config,
     model: build.Model,
-    seat: Seat,
+    position: Position,
     engine: Engine,
     board: Board,
     recorder: Recorder | None,
@@ -175,15 +175,15 @@ def _reporter(
     if isinstance(model, OwnModel):  # what it computes is not known
         flops, peak = 0.0, None
     else:
-        flops, peak = flops_per_token(model, config.data.sequence), _peak(config, seat)
+        flops, peak = flops_per_token(model, config.data.sequence), _peak(config, position)
     meter = Meter(config.train.steps, config.tokens_per_step, flops, peak)
-    callback = config.train.callback if seat.leader else None
+    callback = config.train.callback if position.leader else None
     log = None
-    if not seat.leader:
-        log = Path(config.run.dir) / "logs" / f"rank-{seat.rank}.log"
+    if not position.leader:
+        log = Path(config.run.dir) / "logs" / f"rank-{position.rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
     return Reporter(
-        config, seat, engine, board, meter, recorder=recorder, show=show, log=log, observe=observe,
+        config, position, engine, board, meter, recorder=recorder, show=show, log=log, observe=observe,
         callback=None if callback is None else fetch("train.callback", callback),
     )  # fmt: skip
 
@@ -208,7 +208,7 @@ def _observer(monitor: Monitor, warn: Callable[[int, str], None]) -> Callable[[i
 
 def _writer(
     config: Config,
-    seat: Seat,
+    position: Position,
     plan: Plan,
     recorder: Recorder | None,
     warn: Callable[[int, str], None],
@@ -218,8 +218,8 @@ def _writer(
     sharded = config.pipeline.shard_optimizer
 
     def piece(rank: int) -> str:
-        name = f"stage-{rank % seat.stages:03d}"
-        return f"{name}.data-{rank // seat.stages:03d}" if sharded else name
+        name = f"stage-{rank % position.stages:03d}"
+        return f"{name}.data-{rank // position.stages:03d}" if sharded else name
 
     leader = None
     if recorder is not None:
@@ -232,12 +232,14 @@ def _writer(
         def protected() -> int | None:
             return best.step if config.checkpoint.best else None
 
-        writers = seat.stages * (seat.data_ranks if sharded else 1)
+        writers = position.stages * (position.data_ranks if sharded else 1)
         names = tuple(piece(rank) for rank in range(writers))
         leader = Leader(names, config.checkpoint.keep, recorder.wait_for, committed, protected)
     root = folders.checkpoints(Path(config.run.dir))
     train = config.train
-    return Writer(root, plan.nonce, piece(seat.rank), warn, leader, train.timeout_seconds, train.disk_seconds)
+    return Writer(
+        root, plan.nonce, piece(position.rank), warn, leader, train.timeout_seconds, train.disk_seconds
+    )
 
 
 def _open_records(
@@ -279,12 +281,12 @@ def _open_records(
     return recorder
 
 
-def _peak(config: Config, seat: Seat) -> float | None:
+def _peak(config: Config, position: Position) -> float | None:
     """FLOP/s of all GPUs of the run, where they are known."""
     if build.device(config).type != "cuda":
         return None
     peak = peak_flops(torch.cuda.get_device_name())
-    ranks = seat.stages * seat.data_ranks
+    ranks = position.stages * position.data_ranks
     on_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # torchrun says
     nodes = ranks // on_this_node
     devices = min(ranks, torch.cuda.device_count() * nodes)

@@ -1,6 +1,6 @@
 """Groups of a dataset as the tensors one rank needs, loaded ahead of time.
 
-Invariant: what a rank gets is a pure function of (group, its place): the whole group is read everywhere,
+Invariant: what a rank gets is a pure function of (group, its share): the whole group is read everywhere,
 and of each microbatch's rows data rank d takes its share. So neither P nor D nor a restart changes the
 tokens.
 """
@@ -30,7 +30,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Place:
+class Share:
     """Which part of a group a rank needs."""
 
     microbatches: int
@@ -41,27 +41,27 @@ class Place:
     pin: bool = False
 
 
-def load(dataset: Dataset, group: int, place: Place) -> Batch:
+def load(dataset: Dataset, group: int, share: Share) -> Batch:
     """Group `group` of the dataset as this rank needs it."""
-    if not (place.first or place.last):
+    if not (share.first or share.last):
         return Batch(None, None)
     inputs, targets = dataset.batch(group)
-    inputs, targets = _share(inputs, place), _share(with_group_count(targets), place)
-    if place.pin:
+    inputs, targets = _rows_of(inputs, share), _rows_of(with_group_count(targets), share)
+    if share.pin:
         inputs, targets = inputs.pin_memory(), targets.pin_memory()
-    return Batch(inputs if place.first else None, targets if place.last else None)
+    return Batch(inputs if share.first else None, targets if share.last else None)
 
 
-def ahead(dataset: Dataset, place: Place, start: int) -> Prefetch[Batch]:
+def ahead(dataset: Dataset, share: Share, start: int) -> Prefetch[Batch]:
     """A thread that keeps the next groups ready, from `start` on."""
-    return Prefetch(lambda group: load(dataset, group, place), start)
+    return Prefetch(lambda group: load(dataset, group, share), start)
 
 
-def _share(rows: Tensor, place: Place) -> Tensor:
+def _rows_of(rows: Tensor, share: Share) -> Tensor:
     """This data rank's rows of every microbatch."""
-    size = rows.shape[0] // place.microbatches // place.data_ranks
-    grid = rows.view(place.microbatches, place.data_ranks, size, rows.shape[1])
-    return grid[:, place.data_rank].reshape(-1, rows.shape[1])
+    size = rows.shape[0] // share.microbatches // share.data_ranks
+    grid = rows.view(share.microbatches, share.data_ranks, size, rows.shape[1])
+    return grid[:, share.data_rank].reshape(-1, rows.shape[1])
 
 
 def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from slipstream.config import Config
 from slipstream.config.resolve import model_config, updates
 from slipstream.data.shards import read_meta
+from slipstream.distributed.world import device_for
 from slipstream.errors import UserError
 from slipstream.models.loss import TokenLoss
 from slipstream.models.sizes import ModelConfig
@@ -45,6 +46,7 @@ def shape(config: Config, folder: Path | None) -> Model:
 
 
 def device(config: Config, local_rank: int = 0) -> torch.device:
+    """This rank's device as `train.device` asks for it; what it cannot do is refused."""
     available = torch.cuda.is_available()
     if config.train.device == "cuda" and not available:
         raise UserError("train.device = 'cuda', and torch sees no GPU. Set train.device=cpu.")
@@ -55,7 +57,7 @@ def device(config: Config, local_rank: int = 0) -> torch.device:
                 "Set train.dtype=float32."
             )
         return torch.device("cpu")
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return device_for(local_rank)
 
 
 def stage_modules(

@@ -19,12 +19,12 @@ from slipstream.train.evaluate import unigram_entropy
 from slipstream.train.generate import load_trained, write
 from slipstream.train.master import TOKENIZER_FILE
 from slipstream.train.own_model import OwnModel
-from slipstream.train.trainer import Outcome, Parts
+from slipstream.train.trainer import Outcome, RunParts
 
 PROMPT_TOKENS = 8  # of the validation text that a sample begins with
 
 
-def close(parts: Parts, outcome: Outcome) -> None:
+def close(parts: RunParts, outcome: Outcome) -> None:
     """On the leader: say how it ended; for a finished run also sample, record `finish`, write the report."""
     config, recorder, show = parts.config, parts.recorder, parts.show
     if recorder is None or show is None:
@@ -68,7 +68,7 @@ def close(parts: Parts, outcome: Outcome) -> None:
     show.note(next_steps(config))
 
 
-def _sample(parts: Parts, outcome: Outcome, folder: Path) -> None:
+def _sample(parts: RunParts, outcome: Outcome, folder: Path) -> None:
     """Asked for by train.sample_tokens. Small models write badly: what is shown says what it is."""
     config, recorder, show = parts.config, parts.recorder, parts.show
     assert recorder is not None
@@ -93,7 +93,7 @@ def _opening(tokenizer: Tokenizer, shards: Sequence[Path]) -> str:
     return text.strip().split("\n")[0] or text
 
 
-def record_failure(parts: Parts, error: Exception) -> None:
+def record_failure(parts: RunParts, error: Exception) -> None:
     """Why the run ended, for whoever looks at its log: without a last word it would seem to be still running."""
     if parts.recorder is not None:
         with contextlib.suppress(OSError):  # of a disk without room for this line either

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.data.shards import open_shard
-from slipstream.train.batches import Place, load
+from slipstream.train.batches import Share, load
 from slipstream.train.board import Board
 from slipstream.train.engine import Engine
 from slipstream.train.sources import Dataset
@@ -28,7 +28,7 @@ def validate(
     engine: Engine,
     dataset: Dataset,
     batches: int,
-    place: Place,
+    share: Share,
     device: torch.device,
     board: Board,
     step: int,
@@ -38,11 +38,11 @@ def validate(
     engine.drain()
     losses = []
     for group in range(batches):
-        losses += engine.evaluate(load(dataset, group, place).to(device))
-    if place.last:
-        board.post(f"valid/{step}/{place.data_rank}", torch.stack(losses).double().mean().item())
-    shares = board.wait(*(f"valid/{step}/{rank}" for rank in range(place.data_ranks)))
-    return sum(shares) / len(shares)
+        losses += engine.evaluate(load(dataset, group, share).to(device))
+    if share.last:
+        board.post(f"valid/{step}/{share.data_rank}", torch.stack(losses).double().mean().item())
+    means = board.wait(*(f"valid/{step}/{rank}" for rank in range(share.data_ranks)))
+    return sum(means) / len(means)
 
 
 def unigram_entropy(dataset: Dataset, vocab: int, limit: int = 20_000_000) -> float:

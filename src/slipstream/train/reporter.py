@@ -32,7 +32,7 @@ from slipstream.train.fetch import Fetch
 
 
 @dataclass(frozen=True)
-class Seat:
+class Position:
     """A rank's place among the ranks of a run. Ranks are data-major: rank = data_rank * stages + stage."""
 
     rank: int
@@ -63,7 +63,7 @@ class Reporter:
     def __init__(
         self,
         config: Config,
-        seat: Seat,
+        position: Position,
         engine: Engine,
         board: Board,
         meter: Meter,
@@ -74,7 +74,7 @@ class Reporter:
         observe: Callable[[int, float, bool], None],
         callback: Callable[[dict[str, Any]], Any] | None = None,
     ) -> None:
-        self._config, self._seat, self._engine, self._board = config, seat, engine, board
+        self._config, self._seat, self._engine, self._board = config, position, engine, board
         self._meter, self._recorder, self._show, self._observe = meter, recorder, show, observe
         self._log = Appending(log, config.train.disk_seconds) if log is not None else None
         self._pending: deque[Pending] = deque()

@@ -22,11 +22,11 @@ from slipstream.distributed.launch import Asked
 from slipstream.errors import HealthError, UserError
 from slipstream.train import checkpoint, closing, cutovers
 from slipstream.train import folder as folders
-from slipstream.train.assemble import assemble, seat_of
+from slipstream.train.assemble import assemble, position_of
 from slipstream.train.board import Board, LocalBoard, SharedBoard, beating
 from slipstream.train.elastic import fitted
 from slipstream.train.folder import Plan
-from slipstream.train.reporter import Seat
+from slipstream.train.reporter import Position
 from slipstream.train.sources import data_folder, datasets
 from slipstream.train.stopping import stop_signals
 from slipstream.train.trainer import Outcome, train
@@ -46,21 +46,21 @@ def run_rank(
     board: Board = LocalBoard() if world is None else SharedBoard(world.store, config.train.timeout_seconds)
     asked_for = config  # an elastic run may have fewer stages at the moment
     config = config if world is None else fitted(config, world.size)
-    seat = seat_of(config, world)
+    position = position_of(config, world)
     data = data_folder(config)
     rolled: Rollback | None = None
     with stop_signals(told) as asked, folders.disk_errors(Path(config.run.dir)), ExitStack() as held:
         for attempt in itertools.count():
             own_board = board.under(f"attempt-{attempt}")
-            if seat.leader and attempt == 0:
+            if position.leader and attempt == 0:
                 _lock(config, own_board, held)
-            plan = _agree_on_plan(asked_for, config, seat, data, own_board, rolled)
+            plan = _agree_on_plan(asked_for, config, position, data, own_board, rolled)
             if plan.finished:
-                if seat.leader:
+                if position.leader:
                     closing.say_finished(config, plan.step)
                 return {"step": plan.step, "reason": "finished", "validation_loss": None}
             config = cutovers.decided(config, plan.cutover)
-            outcome = _attempt(config, world, seat, data, plan, own_board, asked, command)
+            outcome = _attempt(config, world, position, data, plan, own_board, asked, command)
             if outcome.reason != "rollback":
                 return dataclasses.asdict(outcome)
             rolled = _rolled_back(outcome, plan, rolled)
@@ -94,14 +94,14 @@ def _rolled_back(outcome: Outcome, plan: Plan, last: Rollback | None) -> Rollbac
 def _attempt(
     config: Config,
     world: World | None,
-    seat: Seat,
+    position: Position,
     data: Path | None,
     plan: Plan,
     board: Board,
     asked: threading.Event,
     command: str,
 ) -> Outcome:
-    with assemble(config, world, seat, data, plan, board, command) as parts:
+    with assemble(config, world, position, data, plan, board, command) as parts:
         try:
             outcome = train(parts, plan.step, plan.data_offset, asked, validate_first=plan.validate)
             closing.close(parts, outcome)
@@ -120,11 +120,16 @@ def _lock(config: Config, board: Board, held: ExitStack) -> None:
 
 
 def _agree_on_plan(
-    asked_for: Config, config: Config, seat: Seat, data: Path | None, board: Board, rolled: Rollback | None
+    asked_for: Config,
+    config: Config,
+    position: Position,
+    data: Path | None,
+    board: Board,
+    rolled: Rollback | None,
 ) -> Plan:
     """The leader decides; the others take its word."""
     folder = Path(config.run.dir)
-    if seat.leader:
+    if position.leader:
         try:
             train_data, valid_data = datasets(config, data)
             if rolled is not None:

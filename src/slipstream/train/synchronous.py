@@ -163,19 +163,19 @@ class Synchronous:
         inputs = list(batch.inputs.chunk(self._m)) if batch.inputs is not None else []
         targets = list(batch.targets.chunk(self._m)) if batch.targets is not None else []
         held, owners, top = [stage.stage_index for stage in self._stages], self._owners, len(self._owners) - 1
-        local: list[Tensor] = []
+        made_here: list[Tensor] = []
         losses: list[Tensor] = []
         sent: list[tuple[Tensor, dist.Work | None]] = []  # kept until they have left
         with torch.no_grad():
             for index, versions in zip(held, self._versions, strict=True):
                 versions.module.eval()
                 for k in range(self._m):
-                    x = inputs[k] if index == 0 else self._received(owners, index, local, k)
+                    x = inputs[k] if index == 0 else self._received(owners, index, made_here, k)
                     out: Any = versions.master.call(x)
                     if index == top:
                         losses.append(self._loss(out, targets[k]))
                     elif owners[index + 1] == owners[index]:
-                        local.append(out)
+                        made_here.append(out)
                     else:
                         sent.append(
                             (message := out.float(), dist.isend(message, owners[index + 1], self._pipeline))
@@ -186,10 +186,10 @@ class Synchronous:
                 work.wait()
         return losses
 
-    def _received(self, owners: list[int], index: int, local: list[Tensor], k: int) -> Tensor:
+    def _received(self, owners: list[int], index: int, made_here: list[Tensor], k: int) -> Tensor:
         """Microbatch k as the stage before `index` left it."""
         if owners[index - 1] == owners[index]:
-            return local[k]
+            return made_here[k]
         x = torch.empty(self._hidden[index - 1], device=self._stages[0].device)
         dist.recv(x, owners[index - 1], group=self._pipeline)
         return x
@@ -227,11 +227,11 @@ class Synchronous:
         return self._trace.take()
 
     def request_stop(self) -> None:
-        self._updater.tally.stop = True
+        self._updater.status.stop = True
 
     def stopping(self) -> bool:
-        heard = self._updater.heard.get(self._group - 1)
-        return heard is not None and heard.stop
+        known = self._updater.statuses.get(self._group - 1)
+        return known is not None and known.stop
 
 
 def held_by(schedule: str, rank: int, stages: int) -> list[int]:

@@ -13,7 +13,7 @@ from slipstream.schedule.costs import measured_costs
 from slipstream.schedule.timeline import Span
 from slipstream.train.board import Board
 from slipstream.train.engine import Engine
-from slipstream.train.reporter import Seat
+from slipstream.train.reporter import Position
 
 GROUPS = 3  # recorded from the chosen step on
 LATER = 2  # groups until they are read: a GPU has done them by then, and nobody waits for it
@@ -38,9 +38,11 @@ def recorded_from(config: Config) -> int:
 class Tracing:
     """Switches the trace on and off on each rank; the leader collects and writes."""
 
-    def __init__(self, engine: Engine, board: Board, recorder: Recorder | None, seat: Seat, at: int) -> None:
+    def __init__(
+        self, engine: Engine, board: Board, recorder: Recorder | None, position: Position, at: int
+    ) -> None:
         self._engine, self._board, self._recorder = engine, board, recorder
-        self._rank, self._stages, self._at = seat.rank, seat.stages, at
+        self._rank, self._stages, self._at = position.rank, position.stages, at
         self._collecting = False
 
     def before(self, step: int) -> None:

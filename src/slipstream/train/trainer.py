@@ -28,7 +28,7 @@ from slipstream.train.build import Model
 from slipstream.train.engine import Engine
 from slipstream.train.evaluate import validate
 from slipstream.train.profiling import Profiling
-from slipstream.train.reporter import Reporter, Seat
+from slipstream.train.reporter import Position, Reporter
 from slipstream.train.sources import Dataset
 from slipstream.train.state import Copier
 from slipstream.train.timeline import Tracing, recorded_from
@@ -36,17 +36,17 @@ from slipstream.train.writer import Writer
 
 
 @dataclass(frozen=True)
-class Parts:
+class RunParts:
     """Everything the loop uses, made in `session.py`."""
 
     config: Config
     model: Model
-    seat: Seat
+    position: Position
     engine: Engine
     board: Board
     train_data: Dataset
     valid_data: Dataset
-    place: batches.Place
+    share: batches.Share
     device: torch.device
     learning_rate: Callable[[int], float]
     reporter: Reporter
@@ -71,21 +71,21 @@ class Outcome:
 
 
 def train(
-    parts: Parts, step: int, data_offset: int, asked: threading.Event, *, validate_first: bool = False
+    parts: RunParts, step: int, data_offset: int, asked: threading.Event, *, validate_first: bool = False
 ) -> Outcome:
     """Train from `step` to the end, or until a stop is asked for and saved."""
     config, engine, reporter = parts.config, parts.engine, parts.reporter
     total, eval_every = config.train.steps, config.train.eval_every
     saver = _Saver(parts, data_offset, step)
     engine.after_update = saver.after_update
-    profiling = Profiling(Path(config.run.dir), parts.seat.rank, config.train.profile)
-    tracing = Tracing(engine, parts.board, parts.recorder, parts.seat, recorded_from(config))
+    profiling = Profiling(Path(config.run.dir), parts.position.rank, config.train.profile)
+    tracing = Tracing(engine, parts.board, parts.recorder, parts.position, recorded_from(config))
     reporter.start(step)
     ended_early = False
     if validate_first:
         ended_early = _validated(parts, saver, step)
         reporter.start(step)
-    with batches.ahead(parts.train_data, parts.place, step + data_offset) as loader:
+    with batches.ahead(parts.train_data, parts.share, step + data_offset) as loader:
         while step < total and not ended_early:
             if asked.is_set() or reporter.stop_asked or parts.monitor.failed_at is not None:
                 engine.request_stop()
@@ -114,7 +114,7 @@ def train(
     return Outcome(step, reason, loss, parts.monitor.failed_at if reason == "rollback" else None)
 
 
-def submit(parts: Parts, step: int, batch: batches.Batch) -> None:
+def submit(parts: RunParts, step: int, batch: batches.Batch) -> None:
     """Hand in the group after `step` updates, and report what has arrived of earlier ones."""
     engine, scale = parts.engine, parts.learning_rate(step)
     for group in engine.optimizer.param_groups:
@@ -124,13 +124,13 @@ def submit(parts: Parts, step: int, batch: batches.Batch) -> None:
     parts.reporter.poll()
 
 
-def _validate(parts: Parts, step: int, *, silently: bool = False) -> float:
+def _validate(parts: RunParts, step: int, *, silently: bool = False) -> float:
     """Validation at the master; the trajectory does not notice. `silently`: it is on record already."""
     parts.engine.drain()
     parts.reporter.poll(finish=True)
     train = parts.config.train
     loss = validate(
-        parts.engine, parts.valid_data, train.eval_batches, parts.place, parts.device, parts.board, step
+        parts.engine, parts.valid_data, train.eval_batches, parts.share, parts.device, parts.board, step
     )
     if silently:
         return loss
@@ -141,7 +141,7 @@ def _validate(parts: Parts, step: int, *, silently: bool = False) -> float:
     return loss
 
 
-def _validated(parts: Parts, saver: _Saver, step: int) -> bool:
+def _validated(parts: RunParts, saver: _Saver, step: int) -> bool:
     """Validate inside a run; whether it has waited long enough for a better loss."""
     patience = parts.config.train.patience
     if parts.best.see(step, _validate(parts, step)):
@@ -157,7 +157,7 @@ def _validated(parts: Parts, saver: _Saver, step: int) -> bool:
     return False
 
 
-def _last_validation(parts: Parts, saver: _Saver, step: int, known: bool) -> float:
+def _last_validation(parts: RunParts, saver: _Saver, step: int, known: bool) -> float:
     """The loss of the last state. Where it is the best one, that state was saved before this was known."""
     loss = _validate(parts, step, silently=known)
     if not known and parts.best.see(step, loss) and parts.config.checkpoint.best:
@@ -168,7 +168,7 @@ def _last_validation(parts: Parts, saver: _Saver, step: int, known: bool) -> flo
 class _Saver:
     """What happens at update boundaries, on each rank when it passes them: snapshots and hashes."""
 
-    def __init__(self, parts: Parts, data_offset: int, step: int) -> None:
+    def __init__(self, parts: RunParts, data_offset: int, step: int) -> None:
         self._parts = parts
         self._meta = parts.meta | {"data_offset": data_offset}
         self._saved = step
@@ -182,7 +182,7 @@ class _Saver:
         if self._comparable and config.health.hash_every and step % config.health.hash_every == 0:
             state = self._parts.engine.capture()
             self._parts.board.post(
-                f"hash/{step}/{self._parts.seat.rank}", health.fingerprint(state, self._parts.tied)
+                f"hash/{step}/{self._parts.position.rank}", health.fingerprint(state, self._parts.tied)
             )
             self._hashed.append(step)
 
@@ -191,7 +191,7 @@ class _Saver:
         if step == self._saved or not self._parts.config.checkpoint.keep:
             return
         self._saved = step
-        if self._parts.seat.data_rank == 0 or self._parts.config.pipeline.shard_optimizer:
+        if self._parts.position.data_rank == 0 or self._parts.config.pipeline.shard_optimizer:
             snapshot = self._copier.copy(self._parts.engine.capture())
             if snapshot.copied is not None:
                 self._parts.engine.hold(snapshot.copied)
@@ -202,23 +202,23 @@ class _Saver:
         linked then (`assemble.py`), one that was committed before its loss was known, here."""
         self.save(step)
         saved = checkpoint.folder_of(self._parts.root, step)
-        if self._parts.seat.leader and saved.exists():
+        if self._parts.position.leader and saved.exists():
             checkpoint.point_at(saved)
 
     def check_hashes(self, *, finish: bool = False) -> None:
         """The leader compares what all ranks posted, when they have; a difference ends the run by name."""
-        if not self._parts.seat.leader:
+        if not self._parts.position.leader:
             return
         while self._hashed:
-            step, seat = self._hashed[0], self._parts.seat
-            keys = [f"hash/{step}/{rank}" for rank in range(seat.stages * seat.data_ranks)]
+            step, position = self._hashed[0], self._parts.position
+            keys = [f"hash/{step}/{rank}" for rank in range(position.stages * position.data_ranks)]
             found = self._parts.board.wait(*keys) if finish else self._parts.board.read(*keys)
             if found is None:
                 return
             self._hashed.pop(0)
             problem = health.divergence(
                 dict(enumerate(found)),
-                seat.stages,
+                position.stages,
                 step,
                 replicated=not self._parts.config.pipeline.shard_optimizer,
             )
@@ -227,12 +227,12 @@ class _Saver:
 
     @property
     def _comparable(self) -> bool:
-        return self._parts.seat.data_ranks > 1 or bool(self._parts.tied)
+        return self._parts.position.data_ranks > 1 or bool(self._parts.tied)
 
 
-def _agree_on_reason(parts: Parts, step: int) -> str:
+def _agree_on_reason(parts: RunParts, step: int) -> str:
     """All ranks stopped at the same step; the leader says why."""
-    if parts.seat.leader:
+    if parts.position.leader:
         with contextlib.suppress(CheckpointError):  # reported already
             parts.writer.finish()  # the checkpoint to go back to may still be on its way to the disk
         if parts.monitor.failed_at is None:

@@ -1,4 +1,4 @@
-"""What the ranks do in test_board.py."""
+"""What the ranks do in test_host_sum.py."""
 
 import os
 import time
@@ -7,29 +7,29 @@ import torch
 import torch.distributed as dist
 
 from slipstream.distributed import wires
-from slipstream.pipeline.board import Board, PeerLost
+from slipstream.pipeline.host_sum import HostSum, PeerLost
 from slipstream.torch_private import default_store
 
 
-def _board(timeout=60.0, machine=None) -> Board:
+def _host_sum(timeout=60.0, machine=None) -> HostSum:
     """`machine`: the name of this rank's machine, where it is to be taken for another one."""
     if machine is not None:
         os.environ["SLIPSTREAM_MACHINE"] = machine
     try:
-        store = dist.PrefixStore("board", default_store())
+        store = dist.PrefixStore("host_sum", default_store())
         others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-        return Board(dist.get_rank(), wires.connect(store, dist.get_rank(), others, 60.0), timeout)
+        return HostSum(dist.get_rank(), wires.connect(store, dist.get_rank(), others, 60.0), timeout)
     finally:
         os.environ.pop("SLIPSTREAM_MACHINE", None)
 
 
 def two_rounds_at_a_time(world, machines=1):
-    board = _board(machine=f"machine {world.rank % machines}" if machines > 1 else None)
+    host_sum = _host_sum(machine=f"machine {world.rank % machines}" if machines > 1 else None)
     pending, heard = [], []
     for number in range(6):
         vector = torch.zeros(world.size, dtype=torch.float64)
         vector[world.rank] = world.rank + 10.0 * number
-        pending.append((board.all_reduce(vector), vector))
+        pending.append((host_sum.all_reduce(vector), vector))
         if len(pending) == 2:
             round_, vector = pending.pop(0)
             round_.wait()
@@ -42,11 +42,11 @@ def two_rounds_at_a_time(world, machines=1):
 
 
 def one_is_late(world):
-    board = _board()
+    host_sum = _host_sum()
     if world.rank == 1:
         dist.barrier()
     vector = torch.full((1,), 1.0 + world.rank, dtype=torch.float64)
-    told = board.all_reduce(vector)
+    told = host_sum.all_reduce(vector)
     before = told.is_completed()
     if world.rank == 0:
         dist.barrier()
@@ -56,25 +56,25 @@ def one_is_late(world):
 
 
 def one_leaves(world):
-    board = _board()
+    host_sum = _host_sum()
     if world.rank == 1:
-        board.close()
+        host_sum.close()
         return None
-    return _error(board)
+    return _error(host_sum)
 
 
 def one_is_silent(world):
-    board = _board()
+    host_sum = _host_sum()
     if world.rank == 0:
-        board._timeout_seconds = 0.5
-        told = _error(board)
+        host_sum._timeout_seconds = 0.5
+        told = _error(host_sum)
     dist.barrier()  # silent, but there
     return told if world.rank == 0 else None
 
 
-def _error(board):
+def _error(host_sum):
     try:
-        board.all_reduce(torch.zeros(1, dtype=torch.float64)).wait()
+        host_sum.all_reduce(torch.zeros(1, dtype=torch.float64)).wait()
     except PeerLost as error:
         return str(error)
     return None

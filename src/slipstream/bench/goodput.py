@@ -1,6 +1,6 @@
 """Goodput: the share of all time in which a run got further, with a fault every so often. A simulated clock, no chance.
 
-    python -m slipstream.train.goodput RUN [--stages P] [--checkpoint-every SECONDS] [--away SECONDS]
+    python -m slipstream.bench.goodput RUN [--stages P] [--checkpoint-every SECONDS] [--away SECONDS]
 
 reads how long the restarts of a run took and prints what that means for faults every 10, 30, 60 and 240 minutes.
 

@@ -10,7 +10,7 @@ The trainer runs as always, but between two of its groups, every few updates, th
 cores are slow for a second at a time, and so both are. A turn is timed between two calls of the engine, `WARM_UP` and
 `WARM_UP + updates` groups in: neither start, drain, validation nor checkpoints are in it.
 
-    python -m slipstream.train.overhead [--config RUN.TOML] [KEY=VALUE]...
+    python -m slipstream.bench.overhead [--config RUN.TOML] [KEY=VALUE]...
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from slipstream.config import Config, from_tree, load, resolve
 from slipstream.distributed import RankPool, World
 from slipstream.errors import UserError
 from slipstream.train import batches
-from slipstream.train.assemble import assemble, seat_of
+from slipstream.train.assemble import assemble, position_of
 from slipstream.train.board import SharedBoard
 from slipstream.train.folder import Plan
 from slipstream.train.sources import data_folder
-from slipstream.train.trainer import Parts, train
+from slipstream.train.trainer import RunParts, train
 
 CONTENDERS = ("bare", "trainer")
 WARM_UP = 2  # groups of a turn that fill the pipeline
@@ -62,7 +62,7 @@ def compare(config: Config, rounds: int, updates: int) -> dict[str, Any]:
     ranks = config.pipeline.stages * config.pipeline.data_ranks
     with tempfile.TemporaryDirectory(prefix="slipstream-overhead-") as folder, RankPool(ranks) as pool:
         tree = _quiet(config, Path(folder), steps_of(rounds, updates)).model_dump()
-        job = "slipstream.train.overhead:take_turns"
+        job = "slipstream.bench.overhead:take_turns"
         return _summary(pool.run(job, tree, updates, timeout=config.train.timeout_seconds * rounds))
 
 
@@ -82,7 +82,7 @@ def take_turns(world: World, tree: dict[str, Any], updates: int) -> dict[str, li
 
 
 @contextlib.contextmanager
-def _assembled(config: Config, world: World, name: str) -> Iterator[Parts]:
+def _assembled(config: Config, world: World, name: str) -> Iterator[RunParts]:
     folder = Path(config.run.dir) / name
     folder.mkdir(parents=True, exist_ok=True)
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})})
@@ -91,7 +91,7 @@ def _assembled(config: Config, world: World, name: str) -> Iterator[Parts]:
     with (
         (folder / f"lines-{world.rank}.txt").open("w", encoding="utf-8") as lines,
         contextlib.redirect_stdout(lines),
-        assemble(config, world, seat_of(config, world), data_folder(config), plan, board) as parts,
+        assemble(config, world, position_of(config, world), data_folder(config), plan, board) as parts,
     ):
         yield parts
 
@@ -99,11 +99,11 @@ def _assembled(config: Config, world: World, name: str) -> Iterator[Parts]:
 class _Turns:
     """Stands before the trainer's engine. All ranks call it for the same groups, so all take the same turns."""
 
-    def __init__(self, parts: Parts, bare: Parts, updates: int) -> None:
+    def __init__(self, parts: RunParts, bare: RunParts, updates: int) -> None:
         self.costs: dict[str, list[Cost]] = {name: [] for name in CONTENDERS}
         self._engine, self._bare, self._updates = parts.engine, bare.engine, updates
         self._ready = [
-            batches.load(bare.train_data, group, bare.place).to(bare.device) for group in range(READY)
+            batches.load(bare.train_data, group, bare.share).to(bare.device) for group in range(READY)
         ]
         self._calls = -(WARM_UP + updates)  # of the turn; the first one is not timed
         self._began: tuple[float, float] | None = None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.train.goodput import Faults, goodput, measured, table
+from slipstream.bench.goodput import Faults, goodput, measured, table
 
 COSTS = Faults(every=1800, checkpoint_every=60, restart=10, away=600)
 

@@ -1,31 +1,31 @@
-"""The board: the same sums on every rank, in order, and a rank that is gone is named."""
+"""Sums over wires: the same on every rank, in order, and a rank that is gone is named."""
 
 import pytest
 
 from slipstream.distributed.affinity import share
-from slipstream.pipeline.board import suits
+from slipstream.pipeline.host_sum import suits
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_rank_hears_the_same_exact_sum_of_every_round(pool, ranks):
-    results = pool.run("pipeline.board_jobs:two_rounds_at_a_time", ranks=ranks)
+    results = pool.run("pipeline.host_sum_jobs:two_rounds_at_a_time", ranks=ranks)
     assert all(result == results[0] for result in results)
     for number, total in enumerate(results[0]):
         assert total == [rank + 10.0 * number for rank in range(ranks)]
 
 
 def test_a_round_is_not_complete_before_the_last_rank_has_told(pool):
-    early, _ = pool.run("pipeline.board_jobs:one_is_late", ranks=2)
+    early, _ = pool.run("pipeline.host_sum_jobs:one_is_late", ranks=2)
     assert early == (False, 3.0)
 
 
 def test_a_rank_that_left_is_named(pool):
-    stayed, _ = pool.run("pipeline.board_jobs:one_leaves", ranks=2)
+    stayed, _ = pool.run("pipeline.host_sum_jobs:one_leaves", ranks=2)
     assert stayed == "rank 1 closed its connection"
 
 
 def test_a_rank_that_is_silent_is_named(pool):
-    waited, _ = pool.run("pipeline.board_jobs:one_is_silent", ranks=2)
+    waited, _ = pool.run("pipeline.host_sum_jobs:one_is_silent", ranks=2)
     assert waited == "rank 1 told nothing within the timeout of 0.5 s"
 
 
@@ -36,16 +36,16 @@ def test_very_long_vectors_and_very_many_ranks_keep_gloo():
 
 
 def test_ranks_of_two_machines_meet_over_the_network(pool):
-    results = pool.run("pipeline.board_jobs:two_rounds_at_a_time", 2, ranks=4)
-    assert results == pool.run("pipeline.board_jobs:two_rounds_at_a_time", ranks=4)
+    results = pool.run("pipeline.host_sum_jobs:two_rounds_at_a_time", 2, ranks=4)
+    assert results == pool.run("pipeline.host_sum_jobs:two_rounds_at_a_time", ranks=4)
 
 
 def test_more_open_files_than_select_takes(pool):
-    assert len(set(map(str, pool.run("pipeline.board_jobs:many_files", ranks=2)))) == 1
+    assert len(set(map(str, pool.run("pipeline.host_sum_jobs:many_files", ranks=2)))) == 1
 
 
 def test_a_stranger_is_shown_out(pool):
-    (first, _), (second, shown_out) = pool.run("pipeline.board_jobs:a_stranger", ranks=2)
+    (first, _), (second, shown_out) = pool.run("pipeline.host_sum_jobs:a_stranger", ranks=2)
     assert first == second == b"hello"
     assert shown_out == b""
 

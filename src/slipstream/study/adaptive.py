@@ -1,6 +1,6 @@
 """Two ideas about error feedback, for studies: a λ that each tensor measures, and a λ of its own for the rest.
 
-Use them by their place: optim.correction = "slipstream.optim.adaptive:AdaptiveErrorFeedback".
+Use them by their place: optim.correction = "slipstream.study.adaptive:AdaptiveErrorFeedback".
 
 The best λ for a tensor is the one that predicts its next step best. With d_g = z_g - z_{g-1},
 

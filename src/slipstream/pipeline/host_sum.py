@@ -27,11 +27,11 @@ class PeerLost(StageError):
 
 
 def suits(ranks: int, numbers: int) -> bool:
-    """Whether a board is the way for vectors of so many numbers between so many ranks."""
+    """Whether this is the way for vectors of so many numbers between so many ranks."""
     return ranks <= MOST_RANKS and numbers * 8 <= MOST_BYTES
 
 
-class Board:
+class HostSum:
     """One rank's end. The n-th vector that every rank tells belongs together."""
 
     def __init__(self, rank: int, wires: Mapping[int, Wire], timeout_seconds: float) -> None:
@@ -90,15 +90,15 @@ class Board:
 class Round:
     """A vector under way. Rounds are collected in the order in which they were told."""
 
-    def __init__(self, board: Board, number: int, vector: Tensor) -> None:
-        self._board, self._number, self._vector = board, number, vector
+    def __init__(self, host_sum: HostSum, number: int, vector: Tensor) -> None:
+        self._host_sum, self._number, self._vector = host_sum, number, vector
         self._collected = False
 
     def is_completed(self) -> bool:
-        return self._collected or self._board.hear(self._number, wait=False)
+        return self._collected or self._host_sum.hear(self._number, wait=False)
 
     def wait(self) -> None:
         if not self._collected:
-            self._board.hear(self._number, wait=True)
-            self._board.collect(self._vector)
+            self._host_sum.hear(self._number, wait=True)
+            self._host_sum.collect(self._vector)
             self._collected = True
