@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
@@ -14,9 +17,20 @@ from slipstream.bench.work import (
     loss_of,
     prepare,
 )
+from slipstream.pipeline.links import Links
 from slipstream.pipeline.runtime import Schedule2BW
 from slipstream.schedule.actions import Kind
 from slipstream.schedule.timeline import Span
+
+
+@contextlib.contextmanager
+def slow_links(seconds: float) -> Iterator[None]:
+    """A slow network to try a schedule on: every message of those that are made inside leaves late."""
+    Links.slow_seconds = seconds
+    try:
+        yield
+    finally:
+        Links.slow_seconds = 0.0
 
 
 class EngineRun:
@@ -26,18 +40,18 @@ class EngineRun:
         device = work.device_of(rank)
         module = build_module(work, rank, work.stages, device=device)
         stage = PipelineStage(module, rank, work.stages, device)
-        self.schedule = Schedule2BW(
-            stage,
-            n_microbatches=work.microbatches,
-            loss_fn=loss_of(work),
-            optimizer=build_optimizer,
-            correction=work.correction,
-            max_grad_norm=work.max_grad_norm,
-            cutover=work.cutover,
-            in_flight=work.in_flight,
-            prepare=prepare(work),
-            link_latency=work.link_latency_seconds,
-        )
+        with slow_links(work.link_latency_seconds):
+            self.schedule = Schedule2BW(
+                stage,
+                n_microbatches=work.microbatches,
+                loss_fn=loss_of(work),
+                optimizer=build_optimizer,
+                correction=work.correction,
+                max_grad_norm=work.max_grad_norm,
+                cutover=work.cutover,
+                in_flight=work.in_flight,
+                prepare=prepare(work),
+            )
         self.schedule.trace(True)
         self.last_microbatch = work.microbatches - 1
         self.ends: list[float] = []

@@ -135,10 +135,7 @@ class GroupIn:
 
 
 class Outbox:
-    """An outgoing end whose messages leave from a thread, in order: when they are in host memory, or when they are due.
-
-    `delay_seconds` is a slow network to try the schedule on.
-    """
+    """An outgoing end whose messages leave from a thread, in order: once in host memory, or once they are due."""
 
     def __init__(
         self, neighbour: Neighbour, end: Outgoing, device: torch.device, delay_seconds: float

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,8 @@ CLOSING_SECONDS = 2.0  # a dying process closes its connections one after the ot
 class Links:
     """The channels of one stage: activations in and out, gradients in and out. All ranks make theirs together."""
 
+    slow_seconds: ClassVar[float] = 0.0  # by which messages are late, where a slow network is played
+
     _activations_in: Incoming
     _gradients_out: Outgoing
     _activations_out: Outgoing
@@ -47,7 +50,6 @@ class Links:
         *,
         warm_up_behind: Callable[[], int],
         timeout_seconds: float,
-        delay_seconds: float = 0.0,
     ) -> None:
         """`groups`: where the ranks find each other; None for a stage that is alone."""
         self._stage = stage
@@ -68,7 +70,7 @@ class Links:
         self._in_stream = groups.kind == "nccl"
         self._meet_neighbours(groups.scope)
         self._waiting = Waiting([n for n in (self._before, self._behind) if n is not None])
-        self._open(groups, delay_seconds)
+        self._open(groups)
 
     # Making them ------------------------------------------------------------------------------------------
 
@@ -89,7 +91,7 @@ class Links:
     def _ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self._stage.group or dist.group.WORLD)
 
-    def _open(self, groups: Groups, delay_seconds: float) -> None:
+    def _open(self, groups: Groups) -> None:
         device, index = self._stage.device, self._stage.index
         near = {n.stage for n in (self._before, self._behind) if n and n.wire.near and device.type == "cpu"}
         rings = _rings(groups.scope, self._ranks(), index, near, self._timeout_seconds)
@@ -120,8 +122,8 @@ class Links:
                 else:
                     out = GroupOut(neighbour, forward if lower else backward)
                     into = GroupIn(neighbour, backward if lower else forward, device, staged)
-            if staged or delay_seconds:
-                out = Outbox(neighbour, out, device, delay_seconds)
+            if staged or Links.slow_seconds:
+                out = Outbox(neighbour, out, device, Links.slow_seconds)
             self._channels += [out, into]
             if lower:
                 self._activations_out, self._gradients_in = out, into

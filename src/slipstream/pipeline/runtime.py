@@ -84,7 +84,6 @@ class Schedule2BW:
         scale_grads: bool = True,
         data_reduction: str = "mean",
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
-        link_latency: float = 0.0,
     ) -> None:
         self._stage = read_stage(stage)
         last, count, module = self._stage.last, self._stage.count, self._stage.module
@@ -123,7 +122,7 @@ class Schedule2BW:
         self._peers: Alone | Mesh = peers_of(self._stage, plan, data_group, timeout, gradient_dtype)
         self._links = Links(
             self._stage, self._peers.groups, warm_up_behind=lambda: self._depth.warm_up_behind,
-            timeout_seconds=timeout, delay_seconds=link_latency,
+            timeout_seconds=timeout,
         )  # fmt: skip
         self._peers.broadcast_initial(self._versions.master.weights)
         self._versions.spread()
