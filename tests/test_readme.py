@@ -10,10 +10,16 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from run_script import run_ranks
+
+launch = import_module(
+    "slipstream.distributed.launch"
+)  # its way to start a process: warm, where there is no GPU
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SMALL = [
@@ -60,25 +66,23 @@ def shell(tmp_path):
     place.mkdir()
 
     def run(line: str, *more: str, stop_at: int | None = None) -> tuple[int, str]:
+        """Our command starts warm (`tests/test_cli.py` starts it cold), any other in a fresh interpreter."""
         words = [*shlex.split(line), *more]
-        process = subprocess.Popen(
-            words, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            process_group=0, preexec_fn=hears_interrupts,
-        )  # fmt: skip
+        options = {"cwd": place, "env": environment, "text": True}
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        if words[0] != "slipstream":
+            process = subprocess.Popen(words, **options)
+        else:
+            process = launch.subprocess.Popen([sys.executable, "-m", *words], **options)
         if stop_at is not None:
             folder = next(word.removeprefix("run.dir=") for word in words if word.startswith("run.dir="))
             wait_for_step(place / folder, stop_at)
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=280)
         return process.returncode, out
 
     run.place = place
     return run
-
-
-def hears_interrupts() -> None:
-    """As a terminal starts it: what a script puts into the background ignores Ctrl-C, and so would its children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for_step(folder: Path, step: int) -> None:
@@ -91,15 +95,33 @@ def wait_for_step(folder: Path, step: int) -> None:
     raise AssertionError(f"step {step} was never reached")
 
 
-def test_the_snippet_runs_as_pasted_with_the_line_beside_it(shell):
+def snippet_and_line() -> tuple[str, str]:
     (snippet,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     (line,) = [line for line in commands("torchrun") if line.startswith("torchrun")]
-    (shell.place / line.split()[-1]).write_text(snippet)
-    code, out = shell(line)
-    assert code == 0, out
+    return snippet, line
+
+
+def learns(out: str) -> None:
     losses = [float(found) for found in re.findall(r"loss ([0-9.]+)", out)]
     assert len(losses) == 6
     assert losses[-1] < losses[0]
+
+
+def test_the_snippet_runs_as_pasted(tmp_path):
+    """On as many ranks as the line beside it names, with what torchrun would set for them."""
+    snippet, line = snippet_and_line()
+    _, ranks, name = line.split()
+    (tmp_path / name).write_text(snippet)
+    learns(run_ranks(tmp_path, name.removesuffix(".py"), int(ranks.removeprefix("--nproc-per-node="))))
+
+
+@pytest.mark.slow
+def test_the_snippet_runs_with_the_line_beside_it(shell):
+    snippet, line = snippet_and_line()
+    (shell.place / line.split()[-1]).write_text(snippet)
+    code, out = shell(line)
+    assert code == 0, out
+    learns(out)
 
 
 def test_build_is_imported_the_same_way_everywhere():

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import socket
-import subprocess
-import sys
-from importlib import import_module
 
 import pytest
 
 import pages
+from run_script import run_ranks
 from slipstream.config import load, resolve
 from slipstream.train import session
 
-launch = import_module(
-    "slipstream.distributed.launch"
-)  # its way to start a process: warm, where there is no GPU
 TUTORIAL, OWN = (pages.ROOT / f"docs/{name}.md" for name in ("tutorial", "own_model"))
 
 
@@ -33,30 +26,6 @@ def scripts(tmp_path):
 
 def losses(text: str) -> list[str]:
     return re.findall(r"^(update \d+  loss [\d.]+)$", text, re.MULTILINE)
-
-
-def run_ranks(folder, name: str, ranks: int = 2) -> str:
-    """What torchrun does for a script; the output of all ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    base = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(ranks),
-    }
-    processes = [
-        launch.subprocess.Popen(
-            [sys.executable, "-m", "run_script", str(folder), name],
-            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": ":".join(filter(None, sys.path))},
-            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=850)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks, said
-    return "\n".join(said)
 
 
 def test_from_torch_to_2bw(scripts, monkeypatch, capsys):
