@@ -133,7 +133,7 @@ def wait_for_step(runs: Runs, step: int) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("kind", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_stop_is_answered_though_a_rank_was_stopped(runs, kind):
     """SIGTERM, or the SIGUSR1 of a batch system: a rank that a SIGSTOP holds is let go on, and the run saves."""
     process = started(runs, *ENDLESS)
