@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slipstream.pipeline.runtime import Schedule2BW
     from slipstream.pipeline.state import cloned_state, merge_states
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _LAZY = {
     "Emulator": "slipstream.pipeline.emulator",
