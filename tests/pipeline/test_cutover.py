@@ -12,7 +12,7 @@ from slipstream.optim import build
 from slipstream.optim.corrections import build_correction
 from slipstream.pipeline import graphs
 
-M, GROUPS = 4, 12
+M, GROUPS = 4, 8
 
 
 def swings(group):

@@ -15,6 +15,7 @@ from slipstream.schedule.generate import build
 EF = {"optimizer": tiny.adamw, "correction": "error_feedback", "max_grad_norm": 0.1}
 
 
+@cache
 def emulate(optimizer, groups=GROUPS, in_flight=None, poisoned=None, **options):
     made = Emulator(tiny.Model(tied=True), M, tiny.loss_fn, optimizer, **options)
     plain, count = made.loss_fn, 0
@@ -29,17 +30,12 @@ def emulate(optimizer, groups=GROUPS, in_flight=None, poisoned=None, **options):
     return losses, {n: p.detach() for n, p in made.master.named_parameters()}
 
 
-@cache
-def emulated(index):
-    return emulate(**CASES[index])
-
-
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_every_depth_is_bit_identical(pool, stages):
     """c = 0, 1, P-1, P, P+1, m-1, m and one that changes with the group, several optimizers and corrections."""
     ranks = pool.run("pipeline.cutover_jobs:many", CASES, ranks=stages, timeout=300)
     for index in range(len(CASES)):
-        assert_same(join([rank[index] for rank in ranks]), emulated(index))
+        assert_same(join([rank[index] for rank in ranks]), emulate(**CASES[index]))
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (3, 2)])

@@ -12,7 +12,7 @@ from slipstream.optim.corrections import build_correction
 from slipstream.schedule.actions import Kind
 from slipstream.schedule.generate import build
 
-GROUPS = range(16)
+GROUPS = range(10)
 
 
 def join(results):
@@ -78,8 +78,8 @@ def test_drains_and_evaluations_anywhere_change_nothing(pool):
             pool.run(
                 "pipeline.jobs:train",
                 GROUPS,
-                drains=(0, 3, 4, 11),
-                evaluations=(0, 5, 15),
+                drains=(0, 3, 4, 7),
+                evaluations=(0, 5, 9),
                 ranks=stages,
                 **options,
             )
