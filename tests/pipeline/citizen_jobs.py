@@ -214,7 +214,7 @@ def flat(state, path=()):
     return {".".join(path): whole(state) if isinstance(state, torch.Tensor) else state}
 
 
-def save(world, layout, stages, folder, name="adamw", groups=5, **options):
+def save(world, layout, stages, folder, name="adamw", groups=3, **options):
     """Train, then save the engine with torch's distributed checkpoint. Returns the state, whole."""
     import torch.distributed.checkpoint as dcp
 
@@ -225,7 +225,7 @@ def save(world, layout, stages, folder, name="adamw", groups=5, **options):
     return flat(schedule.state_dict())
 
 
-def resume(world, layout, stages, folder, name="adamw", groups=range(5, 10), **options):
+def resume(world, layout, stages, folder, name="adamw", groups=range(3, 6), **options):
     """Load the engine with torch's distributed checkpoint and go on."""
     import torch.distributed.checkpoint as dcp
 

@@ -38,19 +38,19 @@ def test_a_saved_engine_goes_on_in_another_layout(pool, tmp_path, before, after,
         same = torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value
         assert same, key
     assert sum(isinstance(value, torch.Tensor) for value in saved.values()) > 100
-    expected = alone(name, 10)
+    expected = alone(name, 6)
     for result in results:
         for key, weight in result["weights"].items():
             error = (weight - expected["weights"][key]).norm() / expected["weights"][key].norm()
             assert error < 1e-6, (key, error)
-        assert result["norms"] == pytest.approx({g: expected["norms"][g] for g in range(5, 10)}, rel=1e-6)
+        assert result["norms"] == pytest.approx({g: expected["norms"][g] for g in range(3, 6)}, rel=1e-6)
 
 
 def test_a_state_saved_after_a_flush_loads_into_a_fresh_engine_that_does_not_flush(pool, tmp_path):
     """A bank that was not published yet is saved with a mark, and read as the master."""
     run(pool, "save", "fsdp", tmp_path, "adamw", synchronous=100)
-    results = run(pool, "resume", "fsdp", tmp_path, "adamw", synchronous=5)
-    straight = run(pool, "resume", "fsdp", tmp_path, "adamw", synchronous=5)
+    results = run(pool, "resume", "fsdp", tmp_path, "adamw", synchronous=3)
+    straight = run(pool, "resume", "fsdp", tmp_path, "adamw", synchronous=3)
     assert [r["losses"] for r in results] == [r["losses"] for r in straight]
     for result in results:
         assert result["loaded"]["published.current"] is True
