@@ -98,8 +98,9 @@ def test_what_is_being_copied_is_not_given_back(pool, stages):
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_the_default_is_what_the_least_warm_up_needs(pool, stages):
-    assert pool.run("pipeline.cutover_jobs:default", ranks=stages) == [[stages] * 3] * stages
+def test_the_default_is_a_pair_more_than_the_least_warm_up_needs(pool, stages):
+    expected = stages + 1 if stages > 1 else 1
+    assert pool.run("pipeline.cutover_jobs:default", ranks=stages) == [[expected] * 3] * stages
 
 
 @pytest.mark.parametrize(("stages", "in_flight"), [(1, 1), (3, 3), (4, 4), (3, 6)])

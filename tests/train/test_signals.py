@@ -65,7 +65,8 @@ def command(runs: Runs, *overrides: str) -> list[str]:
     paths = [f"run.dir={runs.folder / 'run'}", f"data.path={runs.data}"]
     from tests.train.conftest import TINY
 
-    arguments = [*TINY, *SETTINGS, "checkpoint.every=0", "pipeline.stages=2", *paths, *overrides]
+    settings = [*SETTINGS, "checkpoint.every=0", "pipeline.stages=2", "pipeline.cutover=2"]
+    arguments = [*TINY, *settings, *paths, *overrides]
     return [sys.executable, "-m", "slipstream", "train", *arguments]
 
 
