@@ -91,7 +91,15 @@ def eight():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "ranks"), [("tp", 4), ("hsdp", 8), ("fsdp x tp", 8), ("tp x dp", 8), ("replicated fsdp", 8)]
+    ("layout", "ranks"),
+    [
+        ("tp", 4),
+        ("hsdp", 8),
+        ("fsdp x tp", 8),
+        ("tp x dp", 8),
+        ("replicated fsdp", 8),
+        ("fsdp x sequence", 8),
+    ],
 )
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_thirty_updates_on_two_stages(eight, layout, ranks, name):

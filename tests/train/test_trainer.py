@@ -413,24 +413,24 @@ def test_bad_input_is_a_clear_error(runs, monkeypatch, overrides, words):
 
 
 def test_a_run_keeps_the_cutover_it_was_made_with(runs):
-    """Made with two stages: two of four microbatches are old, also where four stages or one process go on."""
+    """Made with one stage: one of four microbatches is old, also where four stages or the emulator go on."""
     named = "pipeline.cutover="  # nothing: the run decides
 
     def kept():
         return tomllib.loads((runs.folder / "run" / "config.toml").read_text())["pipeline"]["cutover"]
 
-    runs.train("one", "pipeline.schedule=emulate", "pipeline.cutover=2")
-    runs.train("run", named, "pipeline.stages=2", "train.steps=12", "checkpoint.every=4", "checkpoint.keep=9")
-    assert kept() == 2
+    runs.train("one", "pipeline.schedule=emulate", "pipeline.cutover=1")
+    runs.train("run", named, "pipeline.stages=1", "train.steps=12", "checkpoint.every=4", "checkpoint.keep=9")
+    assert kept() == 1
     assert_equal_weights(runs.weights("run"), runs.weights("one"))
     for step, settings in ((8, ["pipeline.schedule=emulate"]), (4, ["pipeline.stages=4"])):
         for path in (runs.folder / "run" / "checkpoints").iterdir():
             if path.is_dir() and int(path.name.rpartition("-")[2]) > step:
                 shutil.rmtree(path)
         runs.train("run", named, *settings, "checkpoint.keep=9")
-        assert kept() == 2
+        assert kept() == 1
         assert_equal_weights(runs.weights("run"), runs.weights("one"))
     notes = [str(event) for event in runs.events("run")]
     assert [text for text in notes if "4 stages need 4 not to wait" in text]
-    with pytest.raises(UserError, match=r"pipeline\.cutover: the run has 2, asked for 3"):
+    with pytest.raises(UserError, match=r"pipeline\.cutover: the run has 1, asked for 3"):
         runs.train("run", "pipeline.cutover=3", "pipeline.stages=2", "train.steps=13")
