@@ -14,6 +14,7 @@ import pytest
 HERE = Path(__file__).parent
 SOURCE = HERE.parent.parent / "src"
 STEPS = 20
+PATIENCE = 1800  # seconds; four ranks of torchtitan on two cores start slowly
 ROWS = 8  # of a step, over all data ranks
 
 
@@ -42,7 +43,10 @@ class Runs:
             "parallelism.data_parallel_shard_degree": fsdp,
             "parallelism.tensor_parallel_degree": tp,
             "checkpoint.enable": True,
+            "comm.init_timeout_seconds": PATIENCE,
         }
+        if kind == "2bw":
+            settings["slipstream.timeout_seconds"] = float(PATIENCE)
         if kind != "seed":
             settings["checkpoint.initial_load_path"] = load or self.checkpoint(f"seed {model}", 0)
             settings["checkpoint.initial_load_model_only"] = load is None
