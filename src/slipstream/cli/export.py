@@ -32,15 +32,16 @@ def export(
 ) -> None:
     """Write the newest weights as a folder that transformers loads, with config and tokenizer.
 
-    A dense model becomes a LlamaForCausalLM (Qwen3ForCausalLM with QK-norm), experts a MixtralForCausalLM. Of a model
-    of your own (model.module) it writes model.safetensors, under the names of your own module.
+    A dense model becomes a LlamaForCausalLM (Qwen3ForCausalLM with QK-norm), experts a MixtralForCausalLM; a model of
+    transformers (model.hf) stays what it is. Of a model of your own (model.module) it writes model.safetensors, under
+    the names of your own module.
     """
     if dtype not in _DTYPES:
         raise UserError(f"There is no dtype '{dtype}' to export to. Choose {', '.join(_DTYPES)}.")
     import torch
 
     from slipstream.train.export import export as write
-    from slipstream.train.export import hugging_face_class, write_own
+    from slipstream.train.export import hugging_face_class, write_own, write_transformers
     from slipstream.train.master import load_master, own_names
 
     master = load_master(run)
@@ -48,6 +49,16 @@ def export(
         raise UserError(
             "--tasks asks a text of a model that lm_eval can load: this run has no tokenizer or its own model."
         )
+    if master.described is not None:
+        vocab, sequence = master.config.model.vocab, master.config.data.sequence
+        assert vocab is not None
+        kind = write_transformers(
+            master.weights, master.described, folder, vocab=vocab, tokenizer=master.tokenizer, sequence=sequence,
+            dtype=getattr(torch, dtype),
+        )  # fmt: skip
+        _say(folder, kind, dtype, master.step, as_json)
+        _say_next(master, folder, as_json)
+        return
     if master.model is None:
         write_own(own_names(master), folder, tokenizer=master.tokenizer, dtype=getattr(torch, dtype))
         _say(folder, f"{master.config.model.module}, state dict", dtype, master.step, as_json)
@@ -58,6 +69,10 @@ def export(
     _say(folder, hugging_face_class(model), dtype, master.step, as_json)
     if tasks is not None:
         _write_tasks(master, tasks, folder, as_json)
+    _say_next(master, folder, as_json)
+
+
+def _say_next(master: Master, folder: Path, as_json: bool) -> None:
     if as_json:
         return
     if master.tokenizer is None:
