@@ -240,6 +240,14 @@ class HuggingFaceStage(nn.Module):
         return self.hf.base_model(**given, use_cache=False).last_hidden_state
 
 
+def loaded(weights: Mapping[str, Tensor], described: Mapping[str, Any], vocab: int, place: str) -> nn.Module:
+    """The whole model in one stage, tokens in and logits out. `weights` by the names of a stage."""
+    parts = Parts(build(described, vocab), place)
+    stage = HuggingFaceStage(parts, range(len(parts.layers)))
+    stage.load_state_dict(dict(weights), strict=False)  # a tied weight is there once
+    return stage.eval()
+
+
 def write(
     weights: Mapping[str, Tensor], described: Mapping[str, Any], vocab: int, folder: Path, dtype: torch.dtype
 ) -> str:
