@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parent.parent / "src"
@@ -58,9 +59,7 @@ class Runs:
             "folder": folder,
             "config": settings | (config or {}),
         }
-        if kind != "emulated":
-            job["model"] = model
-        self._jobs.append(job | more)
+        self._jobs.append(job | {"model": model} | more)
 
     def start(self, launcher: Sequence[str] = (), surroundings: Mapping[str, str] | None = None) -> None:
         """Each run's ranks are forked, or started by `launcher` (torchrun), once for every run added since."""
@@ -97,7 +96,15 @@ class Runs:
         return {int(step): loss for step, loss in self._record(name)["validations"].items()}
 
 
+def require(least: tuple[int, int] = (2, 13)) -> None:
+    """Skip where there is no torchtitan, or a torch that is too old for it. 2.14: for torchtitan's own pipelines."""
+    pytest.importorskip("torchtitan", reason="needs torchtitan: see docs/torchtitan.md for the versions")
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < least:
+        wanted = ".".join(map(str, least))
+        pytest.skip(f"needs torch {wanted}: torchtitan 0.3.0 does not work with {torch.__version__}")
+
+
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    pytest.importorskip("torchtitan", reason="needs torchtitan: see docs/torchtitan.md for the versions")
+    require()
     return Runs(tmp_path_factory.mktemp("titan"))

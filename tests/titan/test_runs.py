@@ -36,6 +36,8 @@ def trained(runs):
         runs.add(f"flushed {layout}", stages=2, settings={"cutover": 0}, **how)
     add_stock(runs, "stock qwen3", {}, model="qwen3")
     runs.add("flushed qwen3", stages=2, settings={"cutover": 0}, model="qwen3")
+    runs.add("emulated qwen3", "emulated", settings=DELAY, config=UNCLIPPED, model="qwen3")
+    runs.add("delayed qwen3", stages=2, settings=DELAY, config=UNCLIPPED, model="qwen3")
     if HAS_PIPELINES:  # four steps of accumulation, two microbatches each
         add_stock(runs, "stock accumulating", {}, config=ACCUMULATING)
         runs.add("flushed accumulating", stages=2, settings={"cutover": 0}, config=ACCUMULATING)
@@ -86,6 +88,13 @@ def test_without_delay_it_is_stock_torchtitan(trained, layout):
 
 def test_another_model_is_stock_torchtitans_too(trained):
     same(trained, "flushed qwen3", "stock qwen3", WHOLE)
+    assert trained.losses("stock qwen3")[20] < trained.losses("stock qwen3")[1] / 2  # it learns
+    assert trained.norms("flushed qwen3") == pytest.approx(trained.norms("stock qwen3"), rel=TOLERANCE)
+
+
+def test_another_model_with_delay_is_the_emulator(trained):
+    same(trained, "delayed qwen3", "emulated qwen3", WHOLE)
+    assert trained.losses("delayed qwen3")[2] > trained.losses("flushed qwen3")[2]
 
 
 def test_with_delay_it_is_the_emulator(trained):
