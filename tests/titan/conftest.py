@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parent.parent / "src"
 STEPS = 20
+PATIENCE = 1800  # seconds; four ranks of torchtitan on two cores start slowly
 ROWS = 8  # of a step, over all data ranks
 
 
@@ -42,7 +44,10 @@ class Runs:
             "parallelism.data_parallel_shard_degree": fsdp,
             "parallelism.tensor_parallel_degree": tp,
             "checkpoint.enable": True,
+            "comm.init_timeout_seconds": PATIENCE,
         }
+        if kind == "2bw":
+            settings["slipstream.timeout_seconds"] = float(PATIENCE)
         if kind != "seed":
             settings["checkpoint.initial_load_path"] = load or self.checkpoint(f"seed {model}", 0)
             settings["checkpoint.initial_load_model_only"] = load is None
@@ -54,9 +59,7 @@ class Runs:
             "folder": folder,
             "config": settings | (config or {}),
         }
-        if kind != "emulated":
-            job["model"] = model
-        self._jobs.append(job | more)
+        self._jobs.append(job | {"model": model} | more)
 
     def start(self, launcher: Sequence[str] = (), surroundings: Mapping[str, str] | None = None) -> None:
         """Each run's ranks are forked, or started by `launcher` (torchrun), once for every run added since."""
@@ -93,7 +96,15 @@ class Runs:
         return {int(step): loss for step, loss in self._record(name)["validations"].items()}
 
 
+def require(least: tuple[int, int] = (2, 13)) -> None:
+    """Skip where there is no torchtitan, or a torch that is too old for it. 2.14: for torchtitan's own pipelines."""
+    pytest.importorskip("torchtitan", reason="needs torchtitan: see docs/torchtitan.md for the versions")
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < least:
+        wanted = ".".join(map(str, least))
+        pytest.skip(f"needs torch {wanted}: torchtitan 0.3.0 does not work with {torch.__version__}")
+
+
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    pytest.importorskip("torchtitan", reason="needs torchtitan: see docs/torchtitan.md for the versions")
+    require()
     return Runs(tmp_path_factory.mktemp("titan"))

@@ -12,31 +12,32 @@ from slipstream import Emulator
 from slipstream.torchtitan.optimizers import Optimizers2BW, only
 
 
-def train(folder, config, settings, data_ranks=1):
+def train(folder, config, settings, model="llama3", data_ranks=1):
     """As many rows make a microbatch as there are data ranks, each of which has one of them."""
-    made = on_cpu.debug_config(folder, **{k: v for k, v in config.items() if not k.startswith("parallelism")})
+    kept = {k: v for k, v in config.items() if not k.startswith("parallelism")}
+    made = on_cpu.debug_config(folder, model, **kept)
     made.model_spec.model.update_from_config(config=made)
-    model = made.model_spec.model.build()
-    model.init_weights(buffer_device=None)
-    weights = model.state_dict()
+    module = made.model_spec.model.build()
+    module.init_weights(buffer_device=None)
+    weights = module.state_dict()
     dcp.load(weights, checkpoint_id=made.checkpoint.initial_load_path, no_dist=True)
-    model.load_state_dict(weights)
+    module.load_state_dict(weights)
     device = "cpu" if cpu_device.ON_CPU else "cuda"
-    model.to(device)
+    module.to(device)
     settings = dict(settings)
     if "optimizer" in settings:
         name = settings.pop("optimizer")
         container = Optimizers2BW(
-            Optimizers2BW.Config(name=name, options={"lr": settings.pop("lr")}), model_parts=[model]
+            Optimizers2BW.Config(name=name, options={"lr": settings.pop("lr")}), model_parts=[module]
         )
     else:
-        container = made.optimizer.build(model_parts=[model])
+        container = made.optimizer.build(model_parts=[module])
     rates = made.lr_scheduler.build(optimizers=container, training_steps=made.training.steps)
     rows = made.training.global_batch_size
     tokens = torch.tensor(rows * on_cpu.LENGTH, device=device)
     loss_fn = made.loss.build(compile_config=made.compile)
     emulator = Emulator(
-        model,
+        module,
         rows // data_ranks,
         lambda output, target: loss_fn(output, target, tokens)[0],
         lambda module: only(container),

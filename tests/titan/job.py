@@ -24,7 +24,7 @@ from slipstream.torchtitan import with_2bw
 
 def train(kind, folder, config, settings=None, recompute=False, model="llama3", **more):
     if kind == "emulated":
-        emulated.train(folder, config, settings or {}, **more)
+        emulated.train(folder, config, settings or {}, model, **more)
         return
     made = on_cpu.debug_config(folder, model)
     if recompute:

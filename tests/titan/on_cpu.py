@@ -13,6 +13,7 @@ import torch
 import torchtitan.components.metrics as metrics
 import torchtitan.distributed.fsdp as fsdp
 import torchtitan.distributed.utils as dist_utils
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -101,7 +102,11 @@ MODELS = {"llama3": llama3_debugmodel, "qwen3": qwen3_debugmodel}
 def debug_config(folder, model="llama3", **given):
     """torchtitan's debug model. `given`: dotted names of its config, as {"training.steps": 3}."""
     config = MODELS[model]()
-    config.model_spec.model.enable_weight_tying = False
+    if config.model_spec.model.enable_weight_tying:  # torchtitan then gives values to the head alone
+        config.model_spec.model.enable_weight_tying = False
+        # As torchtitan's Llama has it. Narrow ones are divided by their own small norm: gradients jump a hundredfold,
+        # and with them what two runs differ by in rounding.
+        config.model_spec.model.tok_embeddings.param_init = {"weight": nn.init.normal_}
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.loss = config.loss.loss_fn  # in one piece

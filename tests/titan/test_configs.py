@@ -11,7 +11,11 @@ import torch
 
 from slipstream.errors import ConfigError, UserError
 
-pytest.importorskip("torchtitan", reason="needs torchtitan: see docs/torchtitan.md for the versions")
+pytest.importorskip(
+    "torchtitan.trainer",
+    reason="needs torchtitan and a torch that it takes: see docs/torchtitan.md",
+    exc_type=ImportError,
+)
 
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config import ConfigManager
@@ -24,6 +28,7 @@ from slipstream.torchtitan import Settings, with_2bw
 from slipstream.torchtitan.configs import configs_of
 from slipstream.torchtitan.optimizers import Optimizers2BW
 from slipstream.torchtitan.refusals import check, refused
+from slipstream.torchtitan.versions import check_torch
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "torchtitan"
 
@@ -32,6 +37,15 @@ def ready(source=llama3_debugmodel, **parallelism):
     config = with_2bw(source())
     config.parallelism = replace(config.parallelism, **{"pipeline_parallel_degree": 2, **parallelism})
     return config
+
+
+def test_a_torch_that_torchtitan_cannot_be_imported_with_is_named():
+    check_torch("2.13.0+cpu")
+    check_torch("3.0.0a0+git1234")
+    with pytest.raises(
+        UserError, match=r"cannot be imported with torch 2\.11\.0\+cu130\. Install torch 2\.14\.1"
+    ):
+        check_torch("2.11.0+cu130")
 
 
 def test_a_config_of_torchtitan_passes_with_two_stages():

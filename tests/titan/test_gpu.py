@@ -6,7 +6,7 @@ Ranks have a GPU each, or share one (`tests/nccl/conftest.py` says which library
 import pytest
 
 from nccl.conftest import library, surroundings
-from titan.conftest import Runs
+from titan.conftest import Runs, require
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(3600)]
 __all__ = ["library", "surroundings"]  # fixtures
@@ -16,7 +16,7 @@ UNCLIPPED = {"training.max_norm": 100.0}
 
 @pytest.fixture(scope="module")
 def start(surroundings, tmp_path_factory):
-    pytest.importorskip("torchtitan", reason="needs torchtitan: see docs/torchtitan.md for the versions")
+    require((2, 14))
     runs = Runs(tmp_path_factory.mktemp("titan"))
     environment = {**surroundings, "TITAN_DEVICE": "cuda"}
 

@@ -16,6 +16,7 @@ UNCLIPPED = {"training.max_norm": 100.0}
 PAIRS = UNCLIPPED | {
     "parallelism.pipeline_parallel_microbatch_size": 2
 }  # two rows, as two data ranks have together
+ACCUMULATING = {"training.local_batch_size": 2}
 SAVED = {"checkpoint.load_only": False, "checkpoint.interval": 10, "checkpoint.last_save_model_only": False}
 HAS_PIPELINES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
 
@@ -35,9 +36,14 @@ def trained(runs):
         runs.add(f"flushed {layout}", stages=2, settings={"cutover": 0}, **how)
     add_stock(runs, "stock qwen3", {}, model="qwen3")
     runs.add("flushed qwen3", stages=2, settings={"cutover": 0}, model="qwen3")
+    runs.add("emulated qwen3", "emulated", settings=DELAY, config=UNCLIPPED, model="qwen3")
+    runs.add("delayed qwen3", stages=2, settings=DELAY, config=UNCLIPPED, model="qwen3")
+    if HAS_PIPELINES:  # four steps of accumulation, two microbatches each
+        add_stock(runs, "stock accumulating", {}, config=ACCUMULATING)
+        runs.add("flushed accumulating", stages=2, settings={"cutover": 0}, config=ACCUMULATING)
     runs.add("emulated", "emulated", settings=DELAY, config=UNCLIPPED)
     runs.add("delayed", stages=2, settings=DELAY, config=UNCLIPPED)
-    runs.add("folded", stages=2, settings=DELAY, config=UNCLIPPED | {"training.local_batch_size": 2})
+    runs.add("folded", stages=2, settings=DELAY, config=UNCLIPPED | ACCUMULATING)
     runs.add("emulated pairs", "emulated", settings=DELAY, config=PAIRS, data_ranks=2)
     validated = {"validator.enable": True, "validator.freq": 5, "validator.steps": 2}
     runs.add("delayed pairs", stages=2, settings=DELAY, config=PAIRS | SAVED | validated)
@@ -82,6 +88,13 @@ def test_without_delay_it_is_stock_torchtitan(trained, layout):
 
 def test_another_model_is_stock_torchtitans_too(trained):
     same(trained, "flushed qwen3", "stock qwen3", WHOLE)
+    assert trained.losses("stock qwen3")[20] < trained.losses("stock qwen3")[1] / 2  # it learns
+    assert trained.norms("flushed qwen3") == pytest.approx(trained.norms("stock qwen3"), rel=TOLERANCE)
+
+
+def test_another_model_with_delay_is_the_emulator(trained):
+    same(trained, "delayed qwen3", "emulated qwen3", WHOLE)
+    assert trained.losses("delayed qwen3")[2] > trained.losses("flushed qwen3")[2]
 
 
 def test_with_delay_it_is_the_emulator(trained):
@@ -94,6 +107,14 @@ def test_with_delay_it_is_the_emulator(trained):
 @pytest.mark.parametrize("name", ["delayed pairs", "delayed FSDP 2", "delayed TP 2"])
 def test_with_delay_every_layout_is_the_emulator(trained, name):
     same(trained, name, "emulated pairs", WHOLE)
+
+
+@pytest.mark.skipif(not HAS_PIPELINES, reason="torchtitan's pipelines need torch 2.14")
+def test_accumulation_without_delay_is_stock_torchtitans(trained):
+    same(trained, "flushed accumulating", "stock accumulating", WHOLE)
+    assert trained.norms("flushed accumulating") == pytest.approx(
+        trained.norms("stock accumulating"), rel=TOLERANCE
+    )
 
 
 def test_accumulation_is_more_microbatches(trained):

@@ -7,13 +7,17 @@ import json
 import numpy as np
 import pytest
 import torch
+from tests.models.hugging_face_configs import described
+from tests.train.conftest import TINY
 
 from slipstream.cli.export import export as export_command
+from slipstream.config import load, resolve
 from slipstream.data.shards import write_shard
 from slipstream.data.tokenizer import Tokenizer
 from slipstream.data.tokens import TokenDataset
 from slipstream.errors import UserError
 from slipstream.models.stages import build_model
+from slipstream.train import session
 from slipstream.train.master import load_master
 from slipstream.train.tasks import own_loss, write_tasks
 
@@ -74,6 +78,26 @@ def test_the_tasks_ask_what_our_validation_reads(exported, runs):
     for doc, row, target in zip(docs(tasks, "windows"), inputs.tolist(), targets.tolist(), strict=True):
         assert doc["context"] + doc["continuation"] == tokenizer.decode([*row, target[-1]])
         assert (doc["tokens"], doc["bytes"]) == (SEQUENCE, len(doc["continuation"].encode()))
+
+
+def test_a_model_of_transformers_is_asked_the_same(runs, tmp_path, capsys):
+    pytest.importorskip("transformers", reason="needs transformers: pip install 'slipstream[hf]'")
+    write_data(tmp_path / "text", 257, "-")
+    (tmp_path / "config.json").write_text(json.dumps(described("tied llama")))
+    keys = [key for key in TINY if not key.startswith("model.")]
+    config = resolve(
+        load(None, [
+            *keys, f"model.hf={tmp_path / 'config.json'}", "model.vocab=257", f"data.path={tmp_path / 'text'}",
+            f"run.dir={tmp_path / 'run'}", f"data.sequence={SEQUENCE}", "train.eval_batches=2",
+            "pipeline.schedule=emulate",
+        ])
+    )  # fmt: skip
+    result = session.run_rank(None, config.model_dump())
+    capsys.readouterr()
+    export_command(tmp_path / "run", tmp_path / "exported", "float32", tmp_path / "tasks", as_json=True)
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["windows"] == len(docs(tmp_path / "tasks", "windows")) == WINDOWS
+    assert said["loss"] == pytest.approx(result["validation_loss"], abs=1e-5)
 
 
 def test_a_question_has_one_real_continuation(exported):

@@ -6,12 +6,15 @@ import json
 import shlex
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from slipstream.errors import DataError
 
 FEW_TOKENS = 2000  # one update of the default run
 
@@ -24,11 +27,19 @@ app = typer.Typer(
 
 @app.command()
 def prepare(
-    inputs: Annotated[
-        list[Path],
-        typer.Argument(help="Folders, or .txt, .md, .jsonl (also .xz, .gz, .zst) or .parquet files."),
-    ],
     out: Annotated[Path, typer.Option(help="The folder to make.")],
+    inputs: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Folders, or .txt, .md, .jsonl (also .xz, .gz, .zst) or .parquet files."),
+    ] = None,
+    dataset: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A Hugging Face dataset, streamed: NAME[,config=..][,split=train][,field=text][,files=..]"
+            "[,revision=..][,weight=..]; may be repeated."
+        ),
+    ] = None,
+    limit_mb: Annotated[int | None, typer.Option(min=1, help="Read no more text than this, in MB.")] = None,
     vocab: Annotated[
         int | None,
         typer.Option(help="Size of the BPE vocabulary to train. Default: 16384, less for a text under 4 MB."),
@@ -51,22 +62,34 @@ def prepare(
     from slipstream.data.documents import Reading, check_inputs, find_files, read_documents
     from slipstream.data.prepare import Recipe
     from slipstream.data.prepare import prepare as run
+    from slipstream.data.streams import check_sources, kept, limited, parse_source, together
 
     reading = Reading(separator, field, max_expansion)
-    inputs, left_out = find_files(inputs)
-    check_inputs([*inputs, *(valid or ())], reading)
+    sources = [parse_source(text) for text in dataset or ()]
+    if not inputs and not sources:
+        raise DataError("There is nothing to read. Name files or folders, or a dataset with --dataset.")
+    files, left_out = find_files(inputs or ())
+    check_inputs([*files, *(valid or ())], reading)
+    check_sources(sources)
+    documents = together((lambda: read_documents(files, reading)) if files else None, sources)
+    if limit_mb is not None:
+        whole = documents
+        documents = lambda: limited(whole, limit_mb * 1_000_000)  # noqa: E731
     recipe = Recipe(vocab, tokenizer, valid_fraction, sample_bytes=sample_mb << 20)
     started = time.monotonic()
-    with _Bar() as bar:
+    with ExitStack() as stack:
+        bar = stack.enter_context(_Bar())
+        if sources:
+            documents = stack.enter_context(kept(documents, out.parent))
         meta = run(
-            lambda: read_documents(inputs, reading),
+            documents,
             out,
             recipe,
             valid=(lambda: read_documents(valid, reading)) if valid else None,
             progress=bar,
         )
     summary = {"folder": str(out), "seconds": round(time.monotonic() - started, 1), **meta}
-    summary["files"] = len(inputs)
+    summary["files"] = len(files)
     _print_summary(summary, as_json)
     if as_json:
         return

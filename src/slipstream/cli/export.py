@@ -12,6 +12,8 @@ from rich.console import Console
 from slipstream.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from slipstream.train.master import Master
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -32,22 +34,37 @@ def export(
 ) -> None:
     """Write the newest weights as a folder that transformers loads, with config and tokenizer.
 
-    A dense model becomes a LlamaForCausalLM (Qwen3ForCausalLM with QK-norm), experts a MixtralForCausalLM. Of a model
-    of your own (model.module) it writes model.safetensors, under the names of your own module.
+    A dense model becomes a LlamaForCausalLM (Qwen3ForCausalLM with QK-norm), experts a MixtralForCausalLM; a model of
+    transformers (model.hf) stays what it is. Of a model of your own (model.module) it writes model.safetensors, under
+    the names of your own module.
     """
     if dtype not in _DTYPES:
         raise UserError(f"There is no dtype '{dtype}' to export to. Choose {', '.join(_DTYPES)}.")
     import torch
 
     from slipstream.train.export import export as write
-    from slipstream.train.export import hugging_face_class, write_own
+    from slipstream.train.export import hugging_face_class, write_own, write_transformers
     from slipstream.train.master import load_master, own_names
 
     master = load_master(run)
-    if tasks is not None and (master.model is None or master.tokenizer is None):
+    if tasks is not None and (
+        master.tokenizer is None or (master.model is None and master.described is None)
+    ):
         raise UserError(
             "--tasks asks a text of a model that lm_eval can load: this run has no tokenizer or its own model."
         )
+    if master.described is not None:
+        vocab, sequence = master.config.model.vocab, master.config.data.sequence
+        assert vocab is not None
+        kind = write_transformers(
+            master.weights, master.described, folder, vocab=vocab, tokenizer=master.tokenizer, sequence=sequence,
+            dtype=getattr(torch, dtype),
+        )  # fmt: skip
+        _say(folder, kind, dtype, master.step, as_json)
+        if tasks is not None:
+            _write_tasks(master, tasks, folder, as_json)
+        _say_next(master, folder, as_json)
+        return
     if master.model is None:
         write_own(own_names(master), folder, tokenizer=master.tokenizer, dtype=getattr(torch, dtype))
         _say(folder, f"{master.config.model.module}, state dict", dtype, master.step, as_json)
@@ -58,6 +75,10 @@ def export(
     _say(folder, hugging_face_class(model), dtype, master.step, as_json)
     if tasks is not None:
         _write_tasks(master, tasks, folder, as_json)
+    _say_next(master, folder, as_json)
+
+
+def _say_next(master: Master, folder: Path, as_json: bool) -> None:
     if as_json:
         return
     if master.tokenizer is None:
@@ -68,20 +89,16 @@ def export(
 def _write_tasks(master: Master, tasks: Path, folder: Path, as_json: bool) -> None:
     from slipstream.data.tokenizer import Tokenizer
     from slipstream.data.tokens import TokenDataset
-    from slipstream.models.stages import build_model
     from slipstream.train.sources import data_folder, datasets
     from slipstream.train.tasks import own_loss, write_tasks
 
     assert master.tokenizer is not None
-    assert master.model is not None
     _, held_out = datasets(master.config, data_folder(master.config))
     if not isinstance(held_out, TokenDataset):
         raise UserError("--tasks needs shards, and the run's data is a function (data.module).")
     windows = master.config.train.eval_batches * held_out.batch_size
     written = write_tasks(tasks, held_out, Tokenizer.load(master.tokenizer), windows)
-    model = build_model(master.model, 0)
-    model.load_state_dict(master.weights, strict=False)
-    ours = own_loss(model, written.windows)
+    ours = own_loss(_model(master), written.windows)
     if as_json:
         shown = {
             "tasks": str(tasks),
@@ -99,6 +116,22 @@ def _write_tasks(master: Master, tasks: Path, folder: Path, as_json: bool) -> No
         f"Next: lm_eval --model hf --model_args pretrained={folder},dtype=float32 --include_path {tasks} "
         "--tasks held_out_windows,held_out_documents,held_out_choice"
     )
+
+
+def _model(master: Master) -> nn.Module:
+    """Tokens in, logits out."""
+    from slipstream.models import hugging_face
+    from slipstream.models.stages import build_model
+
+    if master.model is None:
+        assert master.described is not None
+        assert master.config.model.vocab is not None
+        return hugging_face.loaded(
+            master.weights, master.described, master.config.model.vocab, str(master.config.model.hf)
+        )
+    model = build_model(master.model, 0)
+    model.load_state_dict(master.weights, strict=False)
+    return model
 
 
 def _say(folder: Path, kind: str, dtype: str, step: int, as_json: bool) -> None:

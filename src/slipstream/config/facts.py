@@ -42,6 +42,8 @@ def _old_part(config: Config) -> str:
 def _model(config: Config, tokens: int) -> dict[str, str]:
     if config.model.module is not None:
         return {"model": f"{config.model.module}, your own", "tokens in all": f"{tokens:,}"}
+    if config.model.hf is not None:
+        return {"model": f"{config.model.hf}, by transformers", "tokens in all": f"{tokens:,}"}
     model = model_config(config.model)
     flops = flops_per_token(model, config.data.sequence)
     return {

@@ -22,7 +22,8 @@ TUNED_LR = {("cpu-default", "muon"): 0.01}
 def resolve(config: Config, *, world: int | None = None) -> Config:
     """Fill in the derived keys (`world`: torchrun's ranks, if it started us) and check the whole."""
     problems: list[str] = []
-    model = _model(config.model, problems) if config.model.module is None else None
+    own = config.model.module is not None or config.model.hf is not None
+    model = None if own else _model(config.model, problems)
     pipeline = _pipeline(config, world, problems)
     config = config.model_copy(update={"pipeline": config.pipeline.model_copy(update=pipeline)})
     config = without_checkpoints(config, problems)
@@ -33,7 +34,7 @@ def resolve(config: Config, *, world: int | None = None) -> Config:
         filled: dict[str, Any] = {name: getattr(model, name) for name in _overridable(model)}
         config = config.model_copy(update={"model": config.model.model_copy(update=filled)})
         _check_layers(config, model, problems)
-    elif config.model.module is not None:
+    elif own:
         _own_model(config, problems)
         vocab = config.model.vocab or PRESETS["cpu-default"].vocab
         config = config.model_copy(update={"model": config.model.model_copy(update={"vocab": vocab})})
@@ -74,20 +75,31 @@ def _model(settings: ModelSettings, problems: list[str]) -> ModelConfig | None:
 
 
 def _own_model(config: Config, problems: list[str]) -> None:
-    """Of a model that is the user's own nothing but the vocabulary is ours to set."""
-    shape = [name for name in ModelSettings.model_fields if name not in ("module", "vocab")]
+    """Of a model that is the user's own, or transformers', nothing but the vocabulary is ours to set."""
+    hf, module = config.model.hf, config.model.module
+    if hf is not None and module is not None:
+        problems.append(
+            f"model.hf = '{hf}' and model.module = '{module}' both name the model. Drop one of them."
+        )
+    ours = ("module", "vocab") if hf is None else ("hf", "module", "vocab", "init_from")
+    shape = [name for name in ModelSettings.model_fields if name not in ours]
     given = [
         f"model.{name}"
         for name in shape
         if name in config.model.model_fields_set and getattr(config.model, name) not in (None, "cpu-default")
     ]
-    if config.train.activation_checkpointing:
+    if config.train.activation_checkpointing and hf is None:
         given.append("train.activation_checkpointing")
     if config.data.mask_documents:
         given.append("data.mask_documents")
-    if given:
+    if given and hf is not None:
         problems.append(
-            f"{', '.join(given)} cannot take effect: model.module = '{config.model.module}' is your own model. Drop "
+            f"{', '.join(given)} cannot take effect: model.hf = '{hf}' is a model of transformers. Drop what is set "
+            "here; the shape is changed in its config.json."
+        )
+    elif given:
+        problems.append(
+            f"{', '.join(given)} cannot take effect: model.module = '{module}' is your own model. Drop "
             "what is set here, and do it in your model."
         )
 
@@ -169,7 +181,8 @@ def _optim(config: Config, problems: list[str]) -> dict[str, Any]:
             f"optim.floor = {optim.floor} cannot take effect with optim.schedule=constant. Drop it."
         )
     floor = optim.floor if optim.floor is not None else 0.0 if optim.schedule == "constant" else 0.1
-    lr = optim.lr if optim.lr is not None else TUNED_LR.get((config.model.preset, optim.name))
+    tuned = None if config.model.hf is not None else TUNED_LR.get((config.model.preset, optim.name))
+    lr = optim.lr if optim.lr is not None else tuned
     return {"correction": correction, "floor": floor, "lr": lr}
 
 

@@ -61,6 +61,9 @@ class ModelSettings(Settings):
     module: str | None = _field(
         None, "your own model, MODULE:NAME: a function of the vocabulary size that returns its layers"
     )
+    hf: str | None = _field(
+        None, "a model class of transformers by its config.json, or a folder that has one; cut by layers"
+    )
     init_from: str | None = _field(None, "Hugging Face folder to start from (name optim.name explicitly)")
     vocab: int | None = _field(None, "vocabulary size (derived: the data's, or the preset's)", ge=1)
     dim: int | None = _field(None, "width of the residual stream (derived: the preset's)", ge=1)

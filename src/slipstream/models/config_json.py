@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import UserError
+from slipstream.errors import UserError, install
 from slipstream.formats import parse_json
 from slipstream.models.sizes import ModelConfig
 
@@ -15,18 +16,52 @@ def read_config(folder: Path, *, to_run: bool = True) -> ModelConfig:
 
     `to_run`: anything we would compute differently is refused; for a plan only what costs counts.
     """
-    path = folder / "config.json" if folder.is_dir() else folder
+    raw = read_json(folder)
+    try:
+        return _read_config(folder, raw, to_run)
+    except KeyError as error:
+        raise UserError(f"{_file(folder)} does not say {error}. Is it the config of a whole model?") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _unreadable(folder, error) from None
+
+
+def read_json(folder: Path) -> dict[str, Any]:
+    """What the config.json of a Hugging Face folder (or that file alone) says, as it is."""
+    path = _file(folder)
     if not path.is_file():
         what = "is not a Hugging Face folder: it has no config.json" if folder.is_dir() else "does not exist"
         raise UserError(f"{folder} {what}. Name the folder of a model, or its config.json.")
     try:
-        return _read_config(folder, parse_json(path.read_text(encoding="utf-8")), to_run)
-    except KeyError as error:
-        raise UserError(f"{path} does not say {error}. Is it the config of a whole model?") from None
+        found = parse_json(path.read_text(encoding="utf-8"))
     except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} cannot be read: {error}. Copy it anew from where the model came from."
-        ) from None
+        raise _unreadable(folder, error) from None
+    if not isinstance(found, dict):
+        raise _unreadable(folder, f"it holds a {type(found).__name__}")
+    return found
+
+
+def read_described(folder: Path) -> dict[str, Any]:
+    """As `read_json`, of a language model of any class that transformers has."""
+    found = read_json(folder)
+    for key, kind in (("model_type", str), ("vocab_size", int)):
+        if not isinstance(found.get(key), kind):
+            raise UserError(
+                f"{_file(folder)} does not say {key}. Is it the config of a language model of transformers?"
+            )
+    return found
+
+
+def require_transformers() -> None:
+    if find_spec("transformers") is None:
+        raise UserError(f"model.hf trains a class of transformers, which is not installed. {install('hf')}")
+
+
+def _file(folder: Path) -> Path:
+    return folder / "config.json" if folder.is_dir() else folder
+
+
+def _unreadable(folder: Path, why: object) -> UserError:
+    return UserError(f"{_file(folder)} cannot be read: {why}. Copy it anew from where the model came from.")
 
 
 def _read_config(folder: Path, raw: dict[str, Any], to_run: bool) -> ModelConfig:

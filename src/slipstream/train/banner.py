@@ -33,6 +33,8 @@ def banner(config: Config) -> str:
 def _model(config: Config) -> str:
     if config.model.module is not None:
         return f"{config.model.module} (your own), vocabulary {config.model.vocab}"
+    if config.model.hf is not None:
+        return f"{config.model.hf} (by transformers), vocabulary {config.model.vocab}"
     model = model_config(config.model)
     active = "" if not model.experts else f", {si(active_parameters(model))} active"
     name = config.model.init_from or config.model.preset

@@ -27,7 +27,8 @@ from slipstream.optim.corrections import Correction, build_correction, synchrono
 from slipstream.optim.lr import schedule as lr_schedule
 from slipstream.schedule.cutover import Cutover
 from slipstream.train.export import read_weights
-from slipstream.train.own_model import OwnModel, OwnStage
+from slipstream.train.own_model import OwnModel
+from slipstream.train.transformers_model import TransformersModel
 
 Model = ModelConfig | OwnModel
 DEEP = 12  # layers of a stage beyond which train.compile=true compiles them one by one
@@ -37,6 +38,8 @@ def shape(config: Config, folder: Path | None) -> Model:
     """The model's shape, with the data's end-of-document token where documents are masked; or the user's own."""
     if config.model.module is not None:
         return OwnModel(config)
+    if config.model.hf is not None:
+        return TransformersModel(config)
     model = model_config(config.model)
     if not config.data.mask_documents or folder is None:
         return model
@@ -62,7 +65,7 @@ def device(config: Config, local_rank: int = 0) -> torch.device:
 
 def stage_modules(
     config: Config, model: Model, count: int, indices: list[int], where: torch.device
-) -> list[Stage] | list[OwnStage]:
+) -> list[Stage] | list[nn.Module]:
     """The stage modules `indices` of a model cut into `count`."""
     if isinstance(model, OwnModel):
         return model.stages(config, count, indices, where)
@@ -192,12 +195,12 @@ def preparation(config: Config) -> Callable[[nn.Module], Any] | None:
 def _compiled(module: nn.Module, how: bool | str, dynamic: bool | None) -> Any:
     """Layer by layer one graph serves them all, so compiling takes seconds at any depth; as one graph a residual
     is added where the next norm reads it and the host has less to do, which counts in small models."""
-    assert isinstance(module, Stage | OwnStage)
+    layers: dict[str, nn.Module] = dict(module.layers.items())  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     if isinstance(module, Stage):
         module.prepare_for_compiler()
-    if how == "stage" or (how is True and (len(module.layers) <= DEEP or isinstance(module, OwnStage))):
+    if how == "stage" or (how is True and (len(layers) <= DEEP or not isinstance(module, Stage))):
         return torch.compile(module, dynamic=dynamic)
-    for part in (*module.layers.values(), getattr(module, "norm", None)):
+    for part in (*layers.values(), getattr(module, "norm", None)):
         if part is not None:
             part.compile(dynamic=dynamic)
     return module

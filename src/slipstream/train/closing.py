@@ -116,7 +116,7 @@ def next_steps(config: Config) -> str:
     """Where the report is, and what can be done with the run now."""
     folder = Path(config.run.dir)
     saved, text = (folder / "checkpoints").exists(), (folder / TOKENIZER_FILE).exists()
-    own = config.model.module is not None
+    own = config.model.module is not None or config.model.hf is not None
     lines = []
     if (folder / "report.html").exists():
         lines.append(f"  {'open':<10} {folder / 'report.html'}")

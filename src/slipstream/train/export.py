@@ -33,7 +33,15 @@ from slipstream.models.config_json import read_config
 from slipstream.models.sizes import ModelConfig
 from slipstream.models.stages import build_model
 
-__all__ = ["export", "hugging_face_class", "read_config", "read_weights", "to_hugging_face", "write_own"]
+__all__ = [
+    "export",
+    "hugging_face_class",
+    "read_config",
+    "read_weights",
+    "to_hugging_face",
+    "write_own",
+    "write_transformers",
+]
 
 _SHARD_BYTES = 4 << 30
 _TOP = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
@@ -144,6 +152,25 @@ def write_own(
             shutil.copyfile(tokenizer, draft / "tokenizer.json")
 
 
+def write_transformers(
+    weights: Mapping[str, Tensor],
+    described: Mapping[str, Any],
+    folder: Path,
+    *,
+    vocab: int,
+    tokenizer: Path | None,
+    sequence: int,
+    dtype: torch.dtype,
+) -> str:
+    """The weights of a model of transformers, as it saves them itself; the name of its class."""
+    from slipstream.models import hugging_face
+
+    with _folder(folder) as draft:
+        kind = hugging_face.write(weights, described, vocab, draft, dtype)
+        _write_tokenizer(tokenizer, draft, sequence)
+    return kind
+
+
 @contextmanager
 def _folder(folder: Path) -> Iterator[Path]:
     """A draft of a new folder, which appears under its name whole or not at all."""
@@ -178,19 +205,21 @@ def export(
     with _folder(folder) as draft:
         _save_sharded(((name, tensor.to(dtype)) for name, tensor in to_hugging_face(state, config)), draft)
         _write_json(draft / "config.json", described)
-        if tokenizer is not None:
-            shutil.copyfile(tokenizer, draft / "tokenizer.json")
-            _write_json(draft / "tokenizer_config.json", _tokenizer_config(sequence))
+        _write_tokenizer(tokenizer, draft, sequence)
 
 
-def _tokenizer_config(sequence: int) -> dict[str, Any]:
-    return {
+def _write_tokenizer(tokenizer: Path | None, folder: Path, sequence: int) -> None:
+    if tokenizer is None:
+        return
+    shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    described = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_DOCUMENT,
         "eos_token": END_OF_DOCUMENT,
         "model_max_length": sequence,
         "clean_up_tokenization_spaces": False,
     }
+    _write_json(folder / "tokenizer_config.json", described)
 
 
 def _save_sharded(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:

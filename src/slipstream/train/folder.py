@@ -36,6 +36,7 @@ from slipstream.metrics.record import cut_back, finished_at, has_event
 from slipstream.train import checkpoint, cutovers
 from slipstream.train.build import learning_rate
 from slipstream.train.claim import LOCK_FILE, refuse_foreign
+from slipstream.train.transformers_model import changed_description
 
 LOCK_PATIENCE_SECONDS = 10.0  # the workers of a killed launcher need a moment to notice
 
@@ -163,7 +164,9 @@ def write_environment(
     folder: Path, config: Config, data: dict[str, Any], device: str, command: str = ""
 ) -> None:
     """Versions, machine, seeds, data: what a number in events.jsonl rests on."""
-    packages = ("slipstream", "numpy", "pytorch-optimizer", "safetensors", "tokenizers")
+    packages = ["slipstream", "numpy", "pytorch-optimizer", "safetensors", "tokenizers"]
+    if config.model.hf is not None:
+        packages.append("transformers")
     environment = {
         "command": command or shlex.join(sys.argv),
         "python": platform.python_version(),
@@ -299,6 +302,8 @@ def _check_same_run(
             f"pipeline.data_ranks: the run has {ranks[0]}, asked for {ranks[1]}; the balance loss of its experts is "
             "taken over the rows of one data rank"
         )
+    if config.model.hf is not None:
+        refused += changed_description(manifest.says("model", dict).get("hugging_face"), config)
     if manifest.says("data_fingerprint", str) != data_fingerprint:
         refused.append(
             f"data: the run's had the fingerprint {manifest.meta['data_fingerprint'][:12]}, this has "

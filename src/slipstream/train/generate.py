@@ -32,6 +32,11 @@ class Trained:
 def load_trained(run: str | Path, device: str = "cpu") -> Trained:
     """The master of the newest good checkpoint of a run."""
     master = load_master(run)
+    if master.described is not None:
+        raise UserError(
+            f"'{run}' trained a model of transformers, which writes text itself: `slipstream export {run} FOLDER`, "
+            "then transformers.pipeline('text-generation', 'FOLDER')."
+        )
     if master.model is None:
         raise UserError(
             f"'{run}' trained a model of your own ({master.config.model.module}), which only you can run. "

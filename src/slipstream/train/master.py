@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -23,9 +24,12 @@ class Master:
 
     weights: dict[str, Tensor]
     config: Config
-    model: ModelConfig | None  # None: the user's own (config.model.module)
+    model: (
+        ModelConfig | None
+    )  # None: the user's own (config.model.module), or transformers' (config.model.hf)
     step: int
     tokenizer: Path | None  # a tokenizer.json, where the run's data had one
+    described: dict[str, Any] | None = None  # the config.json of a model of transformers
 
 
 def load_master(run: str | Path) -> Master:
@@ -37,7 +41,8 @@ def load_master(run: str | Path) -> Master:
         weights = {name: tensor for tree in trees for name, tensor in tree["master"].items()}
         places = [path.parents[1] / TOKENIZER_FILE, Path(found.says("data_folder", str)) / TOKENIZER_FILE]
         config, described = from_tree(found.says("config", dict)), found.says("model", dict)
-        model = None if "module" in described else ModelConfig(**described)
+        foreign = "module" in described or "hugging_face" in described
+        model = None if foreign else ModelConfig(**described)
     except ConfigError as error:
         raise CheckpointError(f"'{path}' is of another version: {error}") from None
     except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -48,7 +53,7 @@ def load_master(run: str | Path) -> Master:
     if model is not None:
         _check_shapes(path, weights, model)
     tokenizer = next((place for place in places if place.is_file()), None)
-    return Master(weights, config, model, found.step, tokenizer)
+    return Master(weights, config, model, found.step, tokenizer, described.get("hugging_face"))
 
 
 def _check_shapes(path: Path, weights: dict[str, Tensor], model: ModelConfig) -> None:

@@ -34,41 +34,57 @@ class OwnStage(nn.Module):
 class OwnModel:
     """The whole model on the host, what it is made of, and which parameters it uses twice."""
 
+    key = "model.module"
+
     def __init__(self, config: Config) -> None:
-        assert config.model.module is not None
+        place = getattr(config.model, self.key.removeprefix("model."))
+        assert place is not None
         assert config.model.vocab is not None
-        self.place, self.vocab, self.sequence = config.model.module, config.model.vocab, config.data.sequence
+        self.place, self.vocab, self.sequence = place, config.model.vocab, config.data.sequence
+        self.whole = False  # one module, which cannot be cut
         torch.manual_seed(config.train.seed)
-        made = fetch("model.module", self.place)(self.vocab)
-        self.whole = not isinstance(made, nn.Sequential | nn.ModuleList | list | tuple)
-        self.layers: list[nn.Module] = [made] if self.whole else list(made)
-        wrong = next((layer for layer in self.layers if not isinstance(layer, nn.Module)), None)
-        if wrong is not None or not self.layers:
-            raise UserError(
-                f"model.module = '{self.place}' returned {type(made).__name__} with {type(wrong).__name__} "
-                "in it. Return "
-                "an nn.Sequential, a list of nn.Modules, or one nn.Module."
-            )
-        self._mark_head()
-        stage = OwnStage(dict(enumerate(self.layers)))
+        self.layers = self._made(config)
+        stage = self._stage(range(len(self.layers)))
         self.parameters = sum(parameter.numel() for parameter in stage.parameters())
         self.ties = _shared(stage)
         self.boundaries = self._shapes()
+
+    def _made(self, config: Config) -> list[nn.Module]:
+        """The layers between which it may be cut."""
+        made = fetch(self.key, self.place)(self.vocab)
+        self.whole = not isinstance(made, nn.Sequential | nn.ModuleList | list | tuple)
+        layers: list[nn.Module] = [made] if self.whole else list(made)
+        wrong = next((layer for layer in layers if not isinstance(layer, nn.Module)), None)
+        if wrong is not None or not layers:
+            raise UserError(
+                f"{self.key} = '{self.place}' returned {type(made).__name__} with {type(wrong).__name__} "
+                "in it. Return "
+                "an nn.Sequential, a list of nn.Modules, or one nn.Module."
+            )
+        self._mark_head(layers[-1])
+        return layers
+
+    def _stage(self, span: range) -> nn.Module:
+        return OwnStage({index: self.layers[index] for index in span})
+
+    def _weights(self) -> list[float]:
+        """The work of each layer."""
+        return [weight(layer) for layer in self.layers]
 
     def describe(self) -> dict[str, Any]:
         """For checkpoints."""
         return {"module": self.place, "vocab": self.vocab, "layers": len(self.layers), "whole": self.whole}
 
-    def stages(self, config: Config, count: int, indices: list[int], device: torch.device) -> list[OwnStage]:
+    def stages(self, config: Config, count: int, indices: list[int], device: torch.device) -> list[nn.Module]:
         edges = self._cut(count, config.pipeline.boundaries)
         spans = [range(*edge) for edge in pairwise(edges)]
-        return [OwnStage({i: self.layers[i] for i in spans[index]}).to(device) for index in indices]
+        return [self._stage(spans[index]).to(device) for index in indices]
 
     def hidden(self, count: int, boundaries: list[int] | None) -> list[tuple[int, ...]]:
         """Of each cut, the shape that one sequence has there."""
         return [self.boundaries[edge - 1] for edge in self._cut(count, boundaries)[1:-1]]
 
-    def ties_between(self, modules: list[OwnStage]) -> dict[str, list[str]]:
+    def ties_between(self, modules: list[nn.Module]) -> dict[str, list[str]]:
         """The shared parameters of which these stages hold a part: {tie: names here}."""
         here = {name for module in modules for name, _ in module.named_parameters(remove_duplicate=False)}
         found = {names[0]: [name for name in names if name in here] for names in self.ties}
@@ -87,17 +103,17 @@ class OwnModel:
                 f"{count} stages. List {count - 1} rising layer numbers."
             )
         if count > len(self.layers):
-            hint = "Return its layers as a list" if self.whole else "Return more, smaller layers"
+            hint = "Return its layers as a list, or set" if self.whole else "Set"
             raise UserError(
-                f"model.module = '{self.place}' has {len(self.layers)} layer{'s' * (len(self.layers) > 1)}, "
+                f"{self.key} = '{self.place}' has {len(self.layers)} layer{'s' * (len(self.layers) > 1)}, "
                 "too few for "
-                f"{count} stages. {hint}, or set pipeline.stages={len(self.layers)}."
+                f"{count} stages. {hint} pipeline.stages={len(self.layers)}."
             )
-        return balanced([_weight(layer) for layer in self.layers], count)
+        return balanced(self._weights(), count)
 
-    def _mark_head(self) -> None:
+    def _mark_head(self, layer: nn.Module) -> None:
         """The matrix that makes logits is no hidden matrix, and its name does not tell."""
-        for parameter in self.layers[-1].parameters():
+        for parameter in layer.parameters():
             if (
                 parameter.ndim == 2
                 and parameter.shape[0] == self.vocab
@@ -141,13 +157,13 @@ def balanced(weights: list[float], count: int) -> list[int]:
     return list(best[count, len(weights)][1])
 
 
-def _weight(layer: nn.Module) -> float:
+def weight(layer: nn.Module) -> float:
     """Work goes with the parameters a token is multiplied with; an embedding is only looked up."""
     looked_up = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Embedding)}
     return 1.0 + sum(p.numel() for p in layer.parameters() if id(p) not in looked_up)
 
 
-def _shared(stage: OwnStage) -> list[list[str]]:
+def _shared(stage: nn.Module) -> list[list[str]]:
     names: dict[int, list[str]] = {}
     for name, parameter in stage.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -15,7 +15,7 @@ from slipstream.config.objects import check_place
 from slipstream.config.settings import ModelSettings
 from slipstream.data.shards import read_meta
 from slipstream.errors import UserError, install
-from slipstream.models.config_json import read_config
+from slipstream.models.config_json import read_config, read_described, require_transformers
 from slipstream.train.claim import refuse_foreign
 from slipstream.train.sources import data_folder, datasets
 
@@ -29,6 +29,8 @@ def prepare(config: Config, *, world: int | None = None) -> Config:
 
 def adopt_shape(config: Config) -> Config:
     """With model.init_from the folder's config.json is the shape; a key that contradicts it is refused."""
+    if config.model.hf is not None:
+        return _adopt_description(config)
     if config.model.init_from is None:
         return config
     found = read_config(Path(config.model.init_from))
@@ -43,6 +45,22 @@ def adopt_shape(config: Config) -> Config:
         )
     values = {name: getattr(found, name) for name in names}
     return config.model_copy(update={"model": config.model.model_copy(update=values)})
+
+
+def _adopt_description(config: Config) -> Config:
+    """With model.hf and weights to start from the vocabulary is theirs; without, the data's, else the file's."""
+    model = config.model
+    described = read_described(Path(str(model.hf)))
+    if model.init_from is not None:
+        read_described(Path(model.init_from))
+        if model.vocab not in (None, described["vocab_size"]):
+            raise UserError(
+                f"model.vocab = {model.vocab} contradicts model.hf, whose config.json has {described['vocab_size']}, "
+                "as the weights of model.init_from do. Drop model.vocab."
+            )
+    elif model.vocab is not None or adopt_vocabulary(config).model.vocab is not None:
+        return config
+    return config.model_copy(update={"model": model.model_copy(update={"vocab": described["vocab_size"]})})
 
 
 def adopt_vocabulary(config: Config) -> Config:
@@ -74,6 +92,8 @@ def check(config: Config) -> None:
     for key, place in named.items():
         if place is not None:
             check_place(key, place)
+    if config.model.hf is not None:
+        require_transformers()
     if config.data.path is not None:
         datasets(config, data_folder(config))
 
