@@ -14,7 +14,7 @@ from tests.train.conftest import TINY, make_data
 import warm
 from slipstream.errors import UserError
 from slipstream.train import same_folder
-from slipstream.train.reporter import Seat
+from slipstream.train.reporter import Position
 
 
 class Shared:
@@ -36,17 +36,17 @@ class Shared:
 
 def looked(folders):
     """What each rank has to say, with a run.dir of its own."""
-    board, seats = Shared(), [Seat(rank, len(folders), 1, False) for rank in range(len(folders))]
+    board, positions = Shared(), [Position(rank, len(folders), 1, False) for rank in range(len(folders))]
 
-    def look(seat, folder):
+    def look(position, folder):
         try:
-            same_folder.require_one(board, seat, folder, "word", 60.0)
+            same_folder.require_one(board, position, folder, "word", 60.0)
         except UserError as error:
             return str(error)
         return ""
 
     with ThreadPoolExecutor(len(folders)) as pool:
-        return list(pool.map(look, seats, folders))
+        return list(pool.map(look, positions, folders))
 
 
 def test_one_folder_is_as_it_was_before(tmp_path):

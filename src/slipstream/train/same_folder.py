@@ -12,26 +12,28 @@ from pathlib import Path
 
 from slipstream.errors import UserError
 from slipstream.train.board import Board
-from slipstream.train.reporter import Seat
+from slipstream.train.reporter import Position
 
 PATIENCE_SECONDS = 20.0  # a network disk may show a new file late
 LOOK_SECONDS = 0.05
 
 
-def require_one(board: Board, seat: Seat, folder: Path, word: str, timeout_seconds: float) -> None:
+def require_one(board: Board, position: Position, folder: Path, word: str, timeout_seconds: float) -> None:
     """Every rank raises the same error where one of them sees another folder than the leader's."""
     patience = min(
         PATIENCE_SECONDS, timeout_seconds / 2
     )  # the others wait for the answer, and not for longer
-    ranks = range(seat.stages * seat.data_ranks)
+    ranks = range(position.stages * position.data_ranks)
     mark = folder / f".seen-by-all-{word}"
-    if seat.leader:
+    if position.leader:
         mark.touch()
     try:
-        board.post(f"folder/{seat.rank}", {"sees": _appears(mark, patience), "host": socket.gethostname()})
+        board.post(
+            f"folder/{position.rank}", {"sees": _appears(mark, patience), "host": socket.gethostname()}
+        )
         found = board.wait(*(f"folder/{rank}" for rank in ranks))
     finally:
-        if seat.leader:
+        if position.leader:
             mark.unlink(missing_ok=True)
     blind = [f"rank {rank} on {found[rank]['host']}" for rank in ranks if not found[rank]["sees"]]
     if blind:

@@ -61,7 +61,7 @@ def run_rank(
                 return {"step": plan.step, "reason": "finished", "validation_loss": None}
             if started_by_torchrun() and world is not None and config.checkpoint.keep > 0:
                 folder, timeout = Path(config.run.dir), config.train.timeout_seconds
-                same_folder.require_one(own_board, seat, folder, plan.nonce, timeout)
+                same_folder.require_one(own_board, position, folder, plan.nonce, timeout)
             config = cutovers.decided(config, plan.cutover)
             outcome = _attempt(config, world, position, data, plan, own_board, asked, command)
             if outcome.reason != "rollback":
