@@ -81,10 +81,18 @@ def run(
             (place / "fault").write_text(str(began))
         _from_outside(spec, kind, place, started, line)
         gone = _wait(place, began, started if by_ranks else [])
-        codes = [process.poll() for process in started]
+        codes = [_code(process) for process in started]
     fault = float((place / "fault").read_text()) if (place / "fault").exists() else None
     since = None if gone is None else gone - (fault or began)
     return Ended(codes, (place / "said").read_text(errors="replace"), fault, since)
+
+
+def _code(process: warm.Popen) -> int | None:
+    """Its server tells of a process a moment after it is gone."""
+    try:
+        return process.wait(MARGIN_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _ranks(spec: Spec, layout: Layout, line: Line | None, taken: socket.socket | None) -> list[Spec]:

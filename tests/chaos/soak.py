@@ -36,6 +36,7 @@ STOP_SECONDS = 300.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="One long run, and what its processes hold.")
+    parser.add_argument("settings", nargs="*", help="of the run, after those given here")
     parser.add_argument("--seconds", type=float, default=7200.0)
     parser.add_argument("--every", type=float, default=60.0)
     parser.add_argument("--folder", type=Path)
@@ -48,8 +49,16 @@ def main() -> None:
     if given.folder is None or given.out is None:
         parser.error("give --folder and --out")
     if not (given.folder / "data").exists():
-        make_data(given.folder / "data")
-    words = [sys.executable, "-m", "slipstream", "train", *SETTINGS, f"run.dir={given.folder / 'run'}"]
+        make_data(given.folder / "data")  # and the folder itself
+    words = [
+        sys.executable,
+        "-m",
+        "slipstream",
+        "train",
+        *SETTINGS,
+        *given.settings,
+        f"run.dir={given.folder / 'run'}",
+    ]
     with (given.folder / "said").open("a") as said:
         run = subprocess.Popen([*words, f"data.path={given.folder / 'data'}"], stdout=said, stderr=said)
         watch(run, given)
@@ -100,7 +109,7 @@ def tokens(folder: Path) -> int:
         return 0
     for line in reversed(lines):
         if line.startswith("{") and line.endswith("}") and (event := json.loads(line))["event"] == "step":
-            return int(event["step"]) * 4 * 2 * 2 * 32
+            return int(event["tokens"])
     return 0
 
 

@@ -175,6 +175,19 @@ def test_several_runs_are_overlaid_and_their_differences_named(make_run):
     ]
 
 
+def test_a_run_that_was_started_again_says_what_it_cost(make_run):
+    again = [
+        {"event": "start", "time": 1e9 + 230, "step": 190, "stages": 3, "resumed": True, "lost_steps": 10,
+         "heard_of": 1e9 + 200},
+        {"event": "step", "time": 1e9 + 250, "step": 191, "loss": 1.0},
+    ]  # fmt: skip
+    html = report([read_run(make_run(extra=again, finish=False))])
+    assert "Restarts" in html
+    assert "10 updates done twice" in html
+    assert "restart from disk" in html
+    assert "Restarts" not in report([read_run(make_run("quiet"))])
+
+
 def test_labels_are_distinct(make_run):
     runs = [read_run(make_run(name)) for name in ("x/run", "y/run", "other")]
     assert labels(runs) == ["x/run", "y/run", "other"]

@@ -29,14 +29,18 @@ class Node:
             sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3",
             "--rdzv-backend=c10d", "--rdzv-id=elastic", f"--rdzv-endpoint=127.0.0.1:{port}",
             "--rdzv-conf=last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3",
-            "-m", "slipstream", "train", *settings,
+            "-m", "tests.train.held", str(runs.folder), *settings,
         ]  # fmt: skip
         # Without it torchrun's rank 0 does not tell a node that comes later where to meet (torch 2.13).
         apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         environment = {**os.environ, **apart, "PYTHONPATH": os.pathsep.join(sys.path)}
-        self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        self._said = runs.folder / f"said-{time.monotonic_ns()}"
+        with self._said.open("w") as said:
+            self.process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
+
+    @property
+    def said(self) -> str:
+        return self._said.read_text()
 
     def lose(self) -> None:
         """As when a machine goes: torchrun and its rank at once."""
@@ -45,7 +49,7 @@ class Node:
         for number in (pid, *map(int, ranks)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
-        self.process.communicate()
+        self.process.wait()
 
 
 def answers(port: int) -> bool:
@@ -72,20 +76,31 @@ def test_a_node_is_lost_and_comes_back(runs):
     def starts() -> list[int]:
         return [event["stages"] for event in runs.events("run", "start")]
 
+    def two_stages_work() -> bool:
+        events = runs.events("run")
+        newest = max((at for at, event in enumerate(events) if event["event"] == "start"), default=0)
+        steps = [event for event in events[newest:] if event["event"] == "step"]
+        return starts()[-1:] == [2] and len(steps) > 20
+
     first, second = Node(runs, port), None
     try:
         wait_until(lambda: answers(port))  # the store of the rendezvous is the first node's, which stays
         second = Node(runs, port)
-        wait_until(lambda: starts()[-1:] == [2] and max(runs.steps("run"), default=0) > 20)
+        wait_until(two_stages_work)
         second.lose()
-        wait_until(lambda: starts()[-1:] == [1])
+        (runs.folder / "lost").touch()
+        before = len(starts())
+        wait_until(lambda: len(starts()) > before)
+        assert starts()[-1] == 1, first.said
         second = Node(runs, port)
-        output, _ = first.process.communicate(timeout=280)
-        assert first.process.returncode == 0, output
+        first.process.wait(timeout=280)
+        assert first.process.returncode == 0, first.said
+        assert second.process.wait(timeout=60) == 0, second.said
     finally:
         for node in (first, second):
             if node is not None and node.process.poll() is None:
                 node.lose()
-    assert starts()[-1] == 2, (starts(), output)
+    assert starts()[-1] == 2, (starts(), first.said)
+    assert "2bw: P=1 stages," in first.said  # each start says what it is, not what was asked for
     assert runs.steps("run") == list(range(1, 201))
     assert_equal_weights(runs.weights("run"), runs.weights("quiet"))

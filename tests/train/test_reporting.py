@@ -75,7 +75,9 @@ def test_the_log_is_cut_back_to_a_checkpoint(tmp_path):
     recorder.close()
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"event": "step", "ste')  # a kill in the middle of a line
-    cut_back(tmp_path, 3)
+    cut = cut_back(tmp_path, 3)
+    assert cut.steps == 2  # to be done again
+    assert cut.until is not None
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(event["event"], event["step"]) for event in events] == [
         ("step", 1), ("step", 2), ("step", 3), ("checkpoint", 3),

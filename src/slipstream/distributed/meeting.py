@@ -10,21 +10,61 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import queue
 import secrets
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
-from slipstream.errors import StageError
+from slipstream.distributed import lost
+from slipstream.errors import StageError, UserError
 
 ASKING_SECONDS = 1.0
 # After the timeout the questions of a run give up by themselves (`train/board.py`), and say more.
 GIVING_UP_SECONDS = 15.0
 _PAUSE_SECONDS = 0.005
 UNANSWERED = 1  # exit code
+
+
+def torchruns_store(rank: int, timeout_seconds: float) -> dist.Store:
+    """The store at MASTER_ADDR:MASTER_PORT. Asked for by a thread: whoever connects to a stranger there waits inside
+    torch for ever, where neither a deadline nor a signal is heard."""
+    port, place = (
+        os.environ.get("MASTER_PORT"),
+        f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
+    )
+    answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def meet() -> None:
+        try:
+            found = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
+            answer.put((found[0], None))
+        except BaseException as error:  # told to whoever waits
+            answer.put((None, error))
+
+    threading.Thread(target=meet, name="slipstream-meeting", daemon=True).start()
+    error: BaseException | None = None
+    with contextlib.suppress(queue.Empty):
+        store, error = answer.get(timeout=timeout_seconds + GIVING_UP_SECONDS)
+        if error is None:
+            return store
+    if error is not None and not lost.is_lost_peer(error):
+        raise error
+    if error is not None and "EADDRINUSE" in str(error):
+        raise UserError(
+            f"Port {port} is in use on this machine, and the ranks were to meet there. Give torchrun another "
+            "--master-port (or set MASTER_PORT to a free one)."
+        ) from error
+    why = "no answer" if error is None else lost.words(error)
+    raise StageError(
+        f"Rank {rank} did not find the store of this job at {place} within {timeout_seconds:g} s: {why}. Did rank 0 "
+        "start, and is the port not another program's?"
+    ) from error
 
 
 def agreed_word(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> str:

@@ -28,7 +28,7 @@ from slipstream.distributed.device_group import (
 )
 from slipstream.distributed.groups import close_all
 from slipstream.distributed.launch import started_by_torchrun
-from slipstream.distributed.meeting import agreed_word, watched
+from slipstream.distributed.meeting import agreed_word, torchruns_store, watched
 from slipstream.errors import StageError, UserError
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
@@ -129,7 +129,7 @@ def _meet_at_torchruns(stack: ExitStack, rank: int, size: int, used: int, timeou
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     _settle(local_rank, local_rank, local_size)
-    met, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
+    met = torchruns_store(rank, timeout_seconds)
     stack.enter_context(watched(met, timeout_seconds))
     # Attempts of one torchrun meet at the same store, and it does not number all of them: without a word of its own
     # a new one would find the addresses of the one that died.

@@ -14,12 +14,13 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.formats import parse_json
 from slipstream.metrics.append import Appending
-from slipstream.metrics.events import EVENTS_FILE
+from slipstream.metrics.events import EVENTS_FILE, number
 
 RETRY_SECONDS = 0.2
 _STEP_LINE = re.compile(r"step (\d+)  ")  # of a rank's log
@@ -86,14 +87,23 @@ class Recorder:
             tracker.close()
 
 
-def cut_back(folder: Path, step: int, again: Sequence[str] = ()) -> None:
+@dataclass(frozen=True)
+class Cut:
+    """What a fault took back: so many steps beyond the checkpoint, and when the run was last heard of."""
+
+    steps: int
+    until: float | None
+
+
+def cut_back(folder: Path, step: int, again: Sequence[str] = ()) -> Cut:
     """Drop what the logs say of later steps than `step`, and a last line that a kill cut off.
 
     Of `step` itself what the kinds in `again` say is dropped too: it is about to be said once more.
     """
-    _cut_events(folder, step, again)
+    cut = _cut_events(folder, step, again)
     for log in folder.glob("logs/rank-*.log"):
         _cut_log(log, step)
+    return cut
 
 
 def _cut_log(log: Path, step: int) -> None:
@@ -106,12 +116,13 @@ def _cut_log(log: Path, step: int) -> None:
         file.truncate()
 
 
-def _cut_events(folder: Path, step: int, again: Sequence[str]) -> None:
+def _cut_events(folder: Path, step: int, again: Sequence[str]) -> Cut:
     """Atomic."""
     path = folder / EVENTS_FILE
     if not path.exists():
-        return
+        return Cut(0, None)
     kept = []
+    newest, until = step, None
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             event = parse_json(line)
@@ -122,6 +133,9 @@ def _cut_events(folder: Path, step: int, again: Sequence[str]) -> None:
         at = event.get("step", 0)
         if not isinstance(at, int):
             continue
+        until = number(event.get("time")) or until
+        if event.get("event") == "step":
+            newest = max(newest, at)
         if at < step or (at == step and event.get("event") not in again):
             kept.append(line + "\n")
     draft = path.with_suffix(".draft")
@@ -130,6 +144,7 @@ def _cut_events(folder: Path, step: int, again: Sequence[str]) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.rename(path)
+    return Cut(newest - step, until)
 
 
 def finished_at(folder: Path) -> int | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.formats import parse_toml
+from slipstream.metrics import goodput
 from slipstream.metrics.events import Event, Run, number, read_run
 from slipstream.metrics.report_columns import Columns, duration, labels, numbers, shape, si
 from slipstream.metrics.report_page import Chart, Part, Section, Series, Table, Text, Tiles, page
@@ -62,6 +63,7 @@ def sections(runs: Sequence[Run]) -> list[Section]:
         Section("Gradients", _gradients(columns)),
         Section("Memory", _memory(columns)),
         Section("Timeline", _timelines(columns)),
+        Section("Restarts", [part for column in columns for part in _restarts(column)]),
         Section("Samples", [part for column in columns for part in _samples(column)]),
         Section(
             "Settings", [*_differences(columns), *(part for column in columns for part in _settings(column))]
@@ -251,6 +253,31 @@ def _timelines(columns: Sequence[Columns]) -> list[Part]:
             part for part in (drawn, delays(event, title=column.label("Delay of every microbatch"))) if part
         )
     return parts
+
+
+def _restarts(column: Columns) -> list[Part]:
+    """What starting again cost this run, and what that means with a fault every so often."""
+    found = goodput.measured(column.run.events)
+    if found is None:
+        return []
+    every = found.checkpoint_every or goodput.USUAL_CHECKPOINT_SECONDS
+    costs = goodput.Faults(60.0, every, found.restart, goodput.AWAY_SECONDS)
+    times = "once" if found.count == 1 else f"{found.count} times"
+    told = (
+        f"Started again {times}: {duration(found.restart)} from the last word to the next update on average, "
+        f"{found.lost_steps} updates done twice. {found.useful:.1%} of the time so far was useful."
+    )
+    note = (
+        f"Simulated from these costs, with a checkpoint every {duration(every)} and a lost rank away for "
+        f"{duration(costs.away)}. Restart from disk: the run waits for the rank. Elastic: it goes on with a stage less "
+        "(pipeline.elastic)."
+    )
+    rows = [
+        [f"{minutes:g} minutes", f"{plain:.1%}", f"{elastic:.1%}" if found.stages > 1 else "–"]
+        for minutes, plain, elastic in goodput.table(costs, goodput.MINUTES, found.stages)
+    ]
+    header = ["a fault every", "restart from disk", "elastic"]
+    return [Text(column.label(told)), Table(header, rows, title=column.label("Goodput"), note=note)]
 
 
 def _samples(column: Columns) -> list[Part]:

@@ -91,6 +91,7 @@ class Depth:
         every = warm_up_2bw(self._stages, self._microbatches, in_flight)
         self.warm_up = every[self._stage]  # w_s
         self.warm_up_behind = every[self._stage + 1] if self._stage + 1 < self._stages else 0
+        self.lead = every[self._stage - 1] - self.warm_up if self._stage > 0 else 0  # of the stage before
 
     def begin_again(self) -> None:
         """After a state was loaded groups are counted from another number."""

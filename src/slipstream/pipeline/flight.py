@@ -70,8 +70,8 @@ class Flight:
     def forward(self, group: int, index: int, microbatch: Microbatch, keep_output: bool) -> Result:
         args, kwargs, target = microbatch
         replica = self._versions.replica(group, index)
-        more = index + 1 < self._options.n_microbatches
-        inputs = list(args) if self._stage.first else self._links.receive_activations(group, index, more)
+        left = self._options.n_microbatches - 1 - index
+        inputs = list(args) if self._stage.first else self._links.receive_activations(group, index, left)
         with self._trace.action(Kind.FORWARD, group, index, self._versions.reads(group, index).index):
             output = self._stage.route.run(replica.call, inputs, kwargs)
             loss = self._loss(output, target) if self._stage.last else None

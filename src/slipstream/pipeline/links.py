@@ -49,13 +49,16 @@ class Links:
         groups: Groups | None,
         *,
         warm_up_behind: Callable[[], int],
+        lead: Callable[[], int],
         timeout_seconds: float,
     ) -> None:
-        """`groups`: where the ranks find each other; None for a stage that is alone."""
+        """`groups`: where the ranks find each other; None for a stage that is alone. `lead`: by how many pairs the
+        stage before is ahead of this one."""
         self._stage = stage
-        self._warm_up_behind = warm_up_behind
+        self._warm_up_behind, self._lead = warm_up_behind, lead
         self._timeout_seconds = timeout_seconds
         self._incoming: Spec | None = None  # of the activations, once the stage before has told
+        self._expected = 0  # receives of activations that are posted and not taken
         self._awaited: deque[Spec] = deque()  # gradients of what was sent whose receive is not posted yet
         self._posted = 0  # receives of gradients that are posted and not taken
         self._activation_sends: deque[list[Wait]] = deque()
@@ -160,19 +163,21 @@ class Links:
 
     # Training ---------------------------------------------------------------------------------------------
 
-    def receive_activations(self, group: int, index: int, more: bool) -> list[Tensor]:
-        """The input of a microbatch.
+    def receive_activations(self, group: int, index: int, left: int) -> list[Tensor]:
+        """The input of a microbatch; `left`: how many more the group has.
 
-        The next receive of the group is posted before this one is used, except where devices wait: there both stages
-        have to queue the two halves of every message in one order, and its gradient's send may come in between.
+        A message over gloo sets out when its receive is posted. So as many are posted as the stage before may have
+        sent: else no depth hides a slow link. Where devices wait it is this one alone: there both stages have to queue
+        the two halves of every message in one order, and its gradient's send may come in between.
         """
         if self._incoming is None:
             self._incoming = self._be_introduced()
-        if index == 0 or self._in_stream:
+        wanted = 1 if self._in_stream else 1 + min(self._lead(), left)
+        while self._expected < wanted:
             self._activations_in.post(self._incoming)
-        if more and not self._in_stream:
-            self._activations_in.post(self._incoming)
+            self._expected += 1
         received = self._activations_in.receive(f"the activations of group {group}, microbatch {index}")
+        self._expected -= 1
         for tensor, spec in zip(received, self._incoming, strict=True):
             tensor.requires_grad_(spec.requires_grad)
         return received

@@ -122,7 +122,7 @@ class Schedule2BW:
         self._peers: Alone | Mesh = peers_of(self._stage, plan, data_group, timeout, gradient_dtype)
         self._links = Links(
             self._stage, self._peers.groups, warm_up_behind=lambda: self._depth.warm_up_behind,
-            timeout_seconds=timeout,
+            lead=lambda: self._depth.lead, timeout_seconds=timeout,
         )  # fmt: skip
         self._peers.broadcast_initial(self._versions.master.weights)
         self._versions.spread()

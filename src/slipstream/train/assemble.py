@@ -275,6 +275,7 @@ def _open_records(
         cutover=config.pipeline.cutover,
         parameters=model.parameters if isinstance(model, OwnModel) else parameters(model),
         resumed=resumed,
+        **({"lost_steps": plan.lost_steps, "heard_of": plan.heard_of} if resumed else {}),
     )
     if resumed and not has_event(folder, "checkpoint", plan.step):
         recorder.write("checkpoint", plan.step, path=f"checkpoints/{Path(str(plan.source)).name}")

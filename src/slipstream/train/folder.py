@@ -32,7 +32,7 @@ from slipstream.config import Change, Config, from_tree, to_toml
 from slipstream.errors import CheckpointError, DiskError, InUseError, UserError
 from slipstream.formats import parse_toml
 from slipstream.metrics.events import EVENTS_FILE, number, read_run
-from slipstream.metrics.record import cut_back, finished_at, has_event
+from slipstream.metrics.record import Cut, cut_back, finished_at, has_event
 from slipstream.train import checkpoint, cutovers
 from slipstream.train.build import learning_rate
 from slipstream.train.claim import LOCK_FILE, refuse_foreign
@@ -58,6 +58,8 @@ class Plan:
     validations: Sequence[tuple[int, float]] = ()  # (step, loss) so far
     data_contents: Mapping[str, str] = field(default_factory=dict)  # every byte of a split, as a hash
     stages: int | None = None  # asked for; an elastic run may have fewer at the moment
+    lost_steps: int = 0  # done after `step` before the run was last heard of, and to be done again
+    heard_of: float | None = None  # when that was
 
 
 @contextmanager
@@ -129,16 +131,18 @@ def _plan(folder: Path, config: Config, data_fingerprint: str, contents: Mapping
     trained = step >= config.train.steps or _stopped_early(config, from_tree(manifest.says("config", dict)))
     finished = trained and has_event(folder, "finish", step)
     trained = trained and (finished or step >= config.train.steps)
+    cut = Cut(0, None)
     if not finished:
-        cut_back(folder, step, again=("validation", "sample") if trained else ())
+        cut = cut_back(folder, step, again=("validation", "sample") if trained else ())
     due = bool(every) and step % every == 0 and not trained
     missed = due and not has_event(folder, "validation", step)
     nonce = secrets.token_hex(4)
     seen = [] if finished else _validations(folder, step)
     cutover = cutovers.of(config)
-    return Plan(
+    plan = Plan(
         step, str(path), finished, False, offset, data_fingerprint, nonce, notes, missed, cutover, seen
     )
+    return replace(plan, lost_steps=cut.steps, heard_of=cut.until)
 
 
 def _stopped_early(config: Config, stored: Config) -> bool:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from slipstream.config import Config, from_tree
-from slipstream.distributed import World
+from slipstream.distributed import World, started_by_torchrun
 from slipstream.distributed.launch import Asked
 from slipstream.errors import HealthError, UserError
-from slipstream.train import checkpoint, closing, cutovers
+from slipstream.train import checkpoint, closing, cutovers, same_folder
 from slipstream.train import folder as folders
 from slipstream.train.assemble import assemble, position_of
 from slipstream.train.board import Board, LocalBoard, SharedBoard, beating
@@ -59,6 +59,9 @@ def run_rank(
                 if position.leader:
                     closing.say_finished(config, plan.step)
                 return {"step": plan.step, "reason": "finished", "validation_loss": None}
+            if started_by_torchrun() and world is not None and config.checkpoint.keep > 0:
+                folder, timeout = Path(config.run.dir), config.train.timeout_seconds
+                same_folder.require_one(own_board, position, folder, plan.nonce, timeout)
             config = cutovers.decided(config, plan.cutover)
             outcome = _attempt(config, world, position, data, plan, own_board, asked, command)
             if outcome.reason != "rollback":

@@ -75,13 +75,13 @@ def _under_torchrun(config: Config, command: str) -> str:
 
     ranks = int(os.environ["WORLD_SIZE"])
     config = preflight.prepare(config, world=ranks)
-    used = ranks_of(fitted(config, ranks))
-    with initialise(used=used, timeout_seconds=config.train.timeout_seconds) as world:
+    now = fitted(config, ranks)  # an elastic run may have fewer stages at the moment
+    with initialise(used=ranks_of(now), timeout_seconds=config.train.timeout_seconds) as world:
         if world.spare:
             world.wait_until_over()
             return "finished"
         if world.rank == 0:
-            _Say(quiet=config.train.quiet)(banner(config))
+            _Say(quiet=config.train.quiet)(banner(now))
         asked = Words(config) if world.rank == 0 else None
         return run_rank(world, config.model_dump(), command, asked)["reason"]
 
