@@ -14,13 +14,13 @@ Validation is at the master, along the same placement.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
@@ -40,9 +40,9 @@ from slipstream.pipeline.replica import Replica
 from slipstream.pipeline.torch_trace import TorchTrace
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import Versions
+from slipstream.pipeline.watched_stage import WatchedStage
 from slipstream.schedule.cutover import Cutover, always
 from slipstream.schedule.timeline import Span
-from slipstream.torch_private import greeting_others_only
 from slipstream.train import build
 from slipstream.train.batches import Batch
 from slipstream.train.engine import AfterUpdate
@@ -98,18 +98,21 @@ class Synchronous:
             config.optim.max_grad_norm or None,
             peers,
         )
-        self._stages = [
-            greeting_others_only(
-                PipelineStage(_as_module(versions.replica(0)), index, count, device, group=group)
-            )
-            for versions, index in zip(self._versions, indices, strict=True)
-        ]
-        for stage, versions, accumulator in zip(
-            self._stages, self._versions, self._accumulators, strict=True
-        ):
-            _accumulate(stage, accumulator, versions.replica(0))
-        self._trace = TorchTrace(self._stages, rank, device)
+        self._trace = TorchTrace(indices[0], rank, device)
         self._updater.timing = self._trace.update
+        # The gradients of every microbatch are added to the wide sum as soon as torch has made them.
+        self._stages = [
+            WatchedStage(
+                _as_module(versions.replica(0)),
+                index,
+                count,
+                device,
+                group,
+                trace=self._trace,
+                collect=partial(accumulator.add, versions.replica(0)),
+            )
+            for versions, accumulator, index in zip(self._versions, self._accumulators, indices, strict=True)
+        ]
         self._loss = build.loss_function(config)
         placed = {
             index: other
@@ -272,21 +275,3 @@ class _Called(nn.Module):
 
 def _as_module(replica: Replica) -> nn.Module:
     return replica.call if isinstance(replica.call, nn.Module) else _Called(replica)
-
-
-def _accumulate(stage: PipelineStage, accumulator: Accumulator, replica: Replica) -> None:
-    """Add the gradients of every microbatch to the wide sum as soon as torch has made them."""
-    backward, weight = stage.backward_one_chunk, stage.backward_weight_one_chunk
-
-    def whole(
-        bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        backward(bwd_chunk_id, loss, full_backward, last_backward)
-        if full_backward:
-            accumulator.add(replica)
-
-    def weight_half(bwd_chunk_id: int, last_backward: bool = False) -> None:
-        weight(bwd_chunk_id, last_backward)
-        accumulator.add(replica)
-
-    stage.backward_one_chunk, stage.backward_weight_one_chunk = whole, weight_half
