@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.pipelining import PipelineStage
 
 __all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
@@ -71,25 +70,6 @@ def is_pipeline_stage(stage: Any) -> bool:
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
     return isinstance(stage, _PipelineStageBase)
-
-
-def greeting_others_only(stage: PipelineStage) -> PipelineStage:
-    """`stage`, made not to send to its own rank before the first step.
-
-    Torch 2.11 opens the connections of a stage with a message to and from both neighbours, also where a neighbour is
-    on the same rank, as the two at the tip of a V are. gloo has no connection of a rank with itself ("Pair is not
-    connected"). Every later message between such two is handed over in memory. Torch 2.13 does not send this one
-    either, so there nothing changes.
-    """
-    if not hasattr(stage, "_get_init_p2p_neighbors_ops"):  # gone from later torches
-        return stage
-    greetings = stage._get_init_p2p_neighbors_ops
-
-    def to_others() -> list[dist.P2POp]:
-        return [op for op in greetings() if op.group_peer != stage.group_rank]
-
-    stage._get_init_p2p_neighbors_ops = to_others
-    return stage
 
 
 def default_store() -> dist.Store:

@@ -14,7 +14,7 @@ from pipeline import tiny
 from slipstream import Schedule2BW
 from slipstream.distributed.device_group import DeviceGroup, register
 from slipstream.distributed.slots import HostSlots
-from slipstream.torch_private import greeting_others_only
+from slipstream.pipeline.watched_stage import WatchedStage
 
 
 def ringed(seconds=120.0):
@@ -145,10 +145,7 @@ def _train(world, name, groups, device, group):
     held = PLACEMENTS[name](world.rank, world.size)
     parts = len(held) * world.size
     modules = [tiny.Model(*tiny.cut(part, parts), tied=False).to(device) for part in held]
-    stages = [
-        greeting_others_only(PipelineStage(m, part, parts, device, group=group))
-        for m, part in zip(modules, held, strict=True)
-    ]
+    stages = [WatchedStage(m, part, parts, device, group) for m, part in zip(modules, held, strict=True)]
     build = getattr(pipelining, name)
     schedule = build(stages if len(stages) > 1 else stages[0], n_microbatches=8, loss_fn=tiny.loss_fn)
     optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.1)
@@ -168,9 +165,9 @@ def greeted(world):
     held, parts = [world.rank, 2 * world.size - 1 - world.rank], 2 * world.size
     peers = set()
     for part in held:
-        stage = PipelineStage(torch.nn.Identity(), part, parts, torch.device("cpu"))
+        stage = WatchedStage(torch.nn.Identity(), part, parts, torch.device("cpu"))
         stage.stage_index_to_group_rank = {index: min(index, parts - 1 - index) for index in range(parts)}
-        peers |= {op.group_peer for op in greeting_others_only(stage)._get_init_p2p_neighbors_ops()}
+        peers |= {op.group_peer for op in stage._get_init_p2p_neighbors_ops()}
     return peers
 
 

@@ -126,6 +126,49 @@ def test_lists_of_microbatches_equal_whole_batches():
         listed.step(arg_mbs=[(x,)], target_mbs=[y])
 
 
+def test_one_loop_drives_the_emulator_and_the_schedule():
+    """The same calls, hook and state: what the trainer's loop does with either."""
+    followed = []
+    for engine in (schedule(cutover=2), Emulator(Masked(), M, mean_square, tiny.adamw, cutover=2)):
+        boundaries, losses, seen = {}, [], []
+
+        def hook(group, engine=engine, boundaries=boundaries):
+            boundaries[group] = cloned_state(engine.capture())
+
+        engine.after_update = hook
+        for group in range(4):
+            assert not engine.stopping()
+            engine.step(rows(group), target=rows(group + 9), losses=losses, return_outputs=False)
+            seen += [loss.item() for loss in losses]
+        engine.drain()
+        engine.eval(rows(0), target=rows(9), losses=losses, return_outputs=False)
+        engine.request_stop()
+        assert engine.stopping() or isinstance(engine, Schedule2BW)  # there it travels with an update
+        assert sorted(boundaries) == sorted(engine.grad_norms) == [0, 1, 2, 3]
+        assert all(state["group"] == group + 1 for group, state in boundaries.items())
+        followed.append((seen, [loss.item() for loss in losses], engine.grad_norms, boundaries))
+    (*numbers, states), (*others, same_states) = followed
+    assert numbers == others
+    for group, state in states.items():
+        for section in ("master", *(f"banks/{name}" for name in state["banks"])):
+            one, other = state, same_states[group]
+            for key in section.split("/"):
+                one, other = one[key], other[key]
+            assert one.keys() == other.keys()
+            assert same(one.values(), other.values()), (group, section)
+
+
+def test_what_an_emulator_cannot_do_is_refused_by_name():
+    emulator = Emulator(Masked(), M, mean_square, tiny.adamw)
+    with pytest.raises(UserError, match="keeps no outputs"):
+        emulator.step(rows(0), target=rows(1), return_outputs=True)
+    with pytest.raises(UserError, match="Give the target once"):
+        emulator.step(rows(0), rows(1), target=rows(1))
+    emulator.after_update = lambda group: emulator.drain()
+    with pytest.raises(UserError, match=r"use capture\(\) there"):
+        emulator.step(rows(0), rows(1))
+
+
 def test_a_step_returns_outputs_unless_told_not_to():
     engine = schedule()
     assert engine.step(rows(0), target=rows(1)).shape == (8, 8)

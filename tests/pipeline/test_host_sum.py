@@ -1,9 +1,15 @@
 """Sums over wires: the same on every rank, in order, and a rank that is gone is named."""
 
+import socket
+
 import pytest
+import torch
 
 from slipstream.distributed.affinity import share
-from slipstream.pipeline.host_sum import suits
+from slipstream.distributed.wires import Wire
+from slipstream.errors import StageError
+from slipstream.pipeline.host_sum import HostSum, PeerLost, suits
+from slipstream.pipeline.neighbours import Neighbour, Waiting
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -27,6 +33,19 @@ def test_a_rank_that_left_is_named(pool):
 def test_a_rank_that_is_silent_is_named(pool):
     waited, _ = pool.run("pipeline.host_sum_jobs:one_is_silent", ranks=2)
     assert waited == "rank 1 told nothing within the timeout of 0.5 s"
+
+
+def test_a_rank_that_reads_nothing_has_not_closed_its_connection():
+    """It is stalled, and may go on: whoever looks for a rank that died would look in vain."""
+    ours, theirs = socket.socketpair()
+    wire = Wire(ours, 1, timeout_seconds=0.05)
+    with theirs:
+        full = HostSum(0, {1: wire}, 0.05).all_reduce(torch.zeros(1 << 20, dtype=torch.float64))
+        with pytest.raises(PeerLost, match=r"rank 1 has not read for 0\.05 s what it was sent"):
+            full.wait()
+        neighbour = Neighbour(1, wire, timeout_seconds=60.0)
+        with pytest.raises(StageError, match="Is that stage stalled or slow"):
+            Waiting([neighbour]).until(lambda: False, neighbour, "waited for")
 
 
 def test_very_long_vectors_and_very_many_ranks_keep_gloo():

@@ -33,6 +33,7 @@ from slipstream.errors import UserError
 from slipstream.train import batches
 from slipstream.train.assemble import assemble, position_of
 from slipstream.train.board import SharedBoard
+from slipstream.train.engine import losses_of
 from slipstream.train.folder import Plan
 from slipstream.train.sources import data_folder
 from slipstream.train.trainer import RunParts, train
@@ -108,9 +109,9 @@ class _Turns:
         self._calls = -(WARM_UP + updates)  # of the turn; the first one is not timed
         self._began: tuple[float, float] | None = None
         self._step = parts.engine.step
-        parts.engine.step = self.step
+        parts.engine.step = self.step  # pyright: ignore
 
-    def step(self, batch: batches.Batch) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         if self._calls == WARM_UP:
             self._began = _clocks()
         elif self._calls == WARM_UP + self._updates:
@@ -121,14 +122,14 @@ class _Turns:
             self._bare_turn()
             self._calls = 0
         self._calls += 1
-        return self._step(batch)
+        return self._step(*args, **kwargs)
 
     def _bare_turn(self) -> None:
         began = None
         for call in range(WARM_UP + self._updates):
             if call == WARM_UP:
                 began = _clocks()
-            self._bare.step(self._ready[call % READY])
+            losses_of(self._bare.step, self._ready[call % READY])
         assert began is not None
         self.costs["bare"].append(self._cost(began))
         self._bare.drain()

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining import PipelineStage
 
 from slipstream.bench.stopwatch import Stopwatch
 from slipstream.bench.work import (
@@ -28,8 +27,8 @@ from slipstream.bench.work import (
     prepare,
 )
 from slipstream.pipeline.torch_trace import TorchTrace
+from slipstream.pipeline.watched_stage import WatchedStage
 from slipstream.schedule.timeline import Span
-from slipstream.torch_private import greeting_others_only
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ RIVALS = {
 class RivalRun:
     """One rank of a synchronous schedule: `step` is one whole update, so `drain` has nothing to do.
 
-    It is timed as torch made it; only a run that is to be drawn is `traced`.
+    Only a run that is to be drawn is `traced`; else torch's stages do nothing but what torch does.
     """
 
     def __init__(self, rival: Rival, work: Work, rank: int, traced: bool = False) -> None:
@@ -96,11 +95,11 @@ class RivalRun:
         if (prepared := prepare(work)) is not None:
             for module in self.modules:
                 prepared(module)
+        self.trace = TorchTrace(placed[0], rank, device) if traced else None
         stages = [
-            greeting_others_only(PipelineStage(module, part, parts, device))
+            WatchedStage(module, part, parts, device, trace=self.trace)
             for module, part in zip(self.modules, placed, strict=True)
         ]
-        self.trace = TorchTrace(stages, rank, device) if traced else None
         loss = loss_of(work)
         build = getattr(pipelining, rival.schedule)
         self.schedule = build(

@@ -42,6 +42,7 @@ class Wire:
         self._unparsed = bytearray()
         self._messages: deque[bytes] = deque()
         self._gone = False
+        self.stalled = False  # gone, for all we know: it has not read for as long as the timeout
 
     def __str__(self) -> str:
         return f"rank {self.rank}"
@@ -58,7 +59,7 @@ class Wire:
             except BlockingIOError:  # the other end has not read for very long
                 poll = select.poll()
                 poll.register(self._end, select.POLLOUT)
-                self._gone = not poll.poll(self._timeout_seconds * 1e3)
+                self._gone = self.stalled = not poll.poll(self._timeout_seconds * 1e3)
             except OSError:
                 self._gone = True
 
@@ -75,6 +76,13 @@ class Wire:
         It reads nothing: a message taken in here would not wake whoever waits for the wire next.
         """
         return self._gone and not self._messages
+
+    @property
+    def loss(self) -> str:
+        """What became of the other end of a wire that is gone."""
+        if self.stalled:
+            return f"has not read for {self._timeout_seconds:g} s what it was sent"
+        return "closed its connection"
 
     def hung_up(self) -> bool:
         """Whether the other end is gone, even if something it sent is still to be received."""

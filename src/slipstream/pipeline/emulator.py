@@ -15,6 +15,7 @@ over rows, equal to rounding for a loss that is a mean over its rows: for studie
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -27,6 +28,7 @@ from slipstream.optim.corrections import Correction, build_correction, check_mix
 from slipstream.pipeline import state as states
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.graphs import Graphs, Recorder, check_current
+from slipstream.pipeline.guard import refuse_in_hook
 from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, as_predicate, check_loss, joined, merged
 from slipstream.pipeline.modules import check_layers, evaluating, split_shared
 from slipstream.pipeline.options import OptimizerFactory, Options
@@ -35,6 +37,7 @@ from slipstream.pipeline.replica import Prepare, Replica
 from slipstream.pipeline.update import Updater, check_covers
 from slipstream.pipeline.versions import Versions
 from slipstream.schedule.cutover import Cutover, GivenCutover
+from slipstream.schedule.timeline import Span
 
 
 class Emulator:
@@ -126,6 +129,15 @@ class Emulator:
         return self._module
 
     @property
+    def after_update(self) -> Callable[[int], None] | None:
+        """Called with g right after update g, and before a later one."""
+        return self._updater.after_update
+
+    @after_update.setter
+    def after_update(self, hook: Callable[[int], None] | None) -> None:
+        self._updater.after_update = hook
+
+    @property
     def skipped(self) -> int:
         """How many groups were skipped because their gradient was not finite."""
         return self._updater.skipped
@@ -135,20 +147,33 @@ class Emulator:
         """The global gradient norm of recent groups, before clipping."""
         return self._updater.grad_norms
 
-    def step(self, x: Any, y: Any = None, **kwargs: Any) -> list[Tensor]:
+    def step(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> list[Tensor]:
         """One group: its m microbatches and its update. Returns the m losses, each at the weights it read.
 
-        On a GPU the update may be pending still: `master` finishes it, the module that was handed in does not.
+        `step(x, target=y, losses=losses)`, as of `Schedule2BW`, does the same; it keeps no outputs. On a GPU the update
+        may be pending still: `master` finishes it, the module that was handed in does not.
         """
+        if return_outputs:
+            raise UserError("The Emulator's step keeps no outputs: drop return_outputs=True, or use eval.")
+        refuse_in_hook(self._updater.in_hook)
         group, updater = self.group, self._updater
         updater.enter(group)
-        losses: list[Tensor] = []
-        chunks = self._options.cut(_flat((x,)), kwargs, y)
+        found: list[Tensor] = []
+        chunks = self._options.cut(_flat((x,)), kwargs, _one_target(y, target))
         try:
             for microbatch, count in self._cut(group, chunks):
-                index = len(losses)
+                index = len(found)
                 updater.finish(max(versions.reads(group, index).index for versions in self._versions) - 1)
-                losses += [self._microbatch(group, index, count, microbatch)] * count
+                found += [self._microbatch(group, index, count, microbatch)] * count
         except BaseException:
             self._take()  # or the next step would count what the first microbatches left
             raise
@@ -158,7 +183,9 @@ class Emulator:
         if not self._in_slack:
             updater.finish_all()
         self.group += 1
-        return losses
+        if losses is not None:
+            losses[:] = found
+        return found
 
     def _cut(self, group: int, chunks: list[Microbatch]) -> list[tuple[Microbatch, int]]:
         """The microbatches and how many each stands for: those between two cutovers together where `fuse` says so."""
@@ -215,20 +242,39 @@ class Emulator:
                 for parameter, weight in zip(replica.parameters, weights, strict=True):
                     parameter.data.copy_(weight)
 
-    def eval(self, x: Any, y: Any = None, **kwargs: Any) -> list[Tensor] | list[Any]:
+    def eval(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> list[Tensor] | list[Any]:
         """Losses (or, with no target, outputs) of the m microbatches (of all as one, where they are fused) at the
         master, without gradients."""
-        self._updater.finish_all()
+        y = _one_target(y, target)
+        if return_outputs and y is not None:
+            raise UserError(
+                "The Emulator's eval returns outputs where it is given no target: leave that out."
+            )
+        self.drain()
         results: list[Any] = []
         with torch.no_grad(), evaluating(self._module):
             parts = self._options.cut(_flat((x,)), kwargs, y)
             for args, options, target in [joined(parts)] if self._fuse else parts:
                 output = _through([versions.master.call for versions in self._versions], args, options)
                 results.append(output if target is None else self.loss_fn(output, target).detach())
-        return results if y is not None else [merged(results)]
+        if y is None:
+            return [merged(results)]
+        if losses is not None:
+            losses[:] = results
+        return results
 
     def drain(self) -> None:
         """Finish the pending update, so that `master` is the newest weights."""
+        refuse_in_hook(self._updater.in_hook)
         self._updater.finish_all()
 
     def spread_master(self) -> None:
@@ -243,8 +289,10 @@ class Emulator:
                 versions.spread()
 
     def capture(self) -> states.State:
-        """The state after the last update, as live tensors: clone or copy them before the next step."""
-        self.drain()
+        """The state after the last update, as live tensors: clone or copy them before the next step. In `after_update`:
+        at the boundary just reached."""
+        if not self._updater.in_hook:
+            self.drain()
         return states.capture(self._updater)
 
     def state_dict(self) -> states.State:
@@ -262,6 +310,24 @@ class Emulator:
         self.drain()
         states.restore(self._updater, state)
         self.group = state["group"]
+
+    # What a loop asks of a stage of a pipeline, so that one loop drives either.
+
+    busy_seconds = math.nan  # one process waits for no other
+
+    def request_stop(self) -> None:
+        """See `stopping`."""
+        self._updater.status.stop = True
+
+    def stopping(self) -> bool:
+        """Whether a stop was requested."""
+        return self._updater.status.stop
+
+    def trace(self, on: bool) -> None:
+        """Nothing is recorded: there is no pipeline to draw."""
+
+    def take_trace(self) -> list[Span]:
+        return []
 
 
 def _cutovers(
@@ -294,6 +360,12 @@ def _check_cutover(
         )
     if any(cutover.mixed for cutover in cutovers):
         check_mixed(correction)
+
+
+def _one_target(y: Any, target: Any) -> Any:
+    if y is not None and target is not None:
+        raise UserError("Give the target once: step(x, y), or step(x, target=y).")
+    return target if y is None else y
 
 
 def _flat(args: tuple) -> tuple:

@@ -150,9 +150,7 @@ class Flight:
             lost = self._links.lost_neighbour()
             if lost is None:
                 raise
-            raise StageError(
-                f"{error}. {lost} closed its connection before group {group}, microbatch {microbatch}."
-            ) from error
+            raise StageError(f"{error}. {lost} before group {group}, microbatch {microbatch}.") from error
 
     def evaluate(
         self, microbatches: Sequence[Microbatch], has_target: bool, keep_output: bool

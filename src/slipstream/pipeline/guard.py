@@ -8,6 +8,14 @@ from collections.abc import Callable, Iterator
 from slipstream.errors import StageError, UserError
 
 
+def refuse_in_hook(in_hook: bool) -> None:
+    if in_hook:
+        raise UserError(
+            "after_update is called inside an update, which cannot wait for itself: use capture() there, and call "
+            "step, drain, eval, state_dict and stopping outside."
+        )
+
+
 class Guard:
     """Around what a schedule does. An error inside is the end of it, and gets this stage's name."""
 
@@ -25,11 +33,7 @@ class Guard:
             )
         if self.closed:
             raise UserError("This schedule was closed. Make a new one and load a state.")
-        if self._in_hook():
-            raise UserError(
-                "after_update is called inside an update, which cannot wait for itself: use capture() there, and call "
-                "step, drain, eval, state_dict and stopping outside."
-            )
+        refuse_in_hook(self._in_hook())
         try:
             yield
         except StageError as error:

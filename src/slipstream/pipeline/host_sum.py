@@ -59,7 +59,7 @@ class HostSum:
                 if (packet := wire.receive()) is not None:
                     heard.append(packet)
                 elif wire.gone:
-                    raise PeerLost(f"rank {peer} closed its connection")
+                    raise PeerLost(f"rank {peer} {wire.loss}")
                 elif not wait:
                     return False
                 elif (left := deadline - time.monotonic()) <= 0:

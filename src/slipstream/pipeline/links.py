@@ -250,13 +250,13 @@ class Links:
         wait.wait()
 
     def lost_neighbour(self) -> str | None:
-        """A neighbour that is known to be gone, by name: it died, or it gave up on another one."""
+        """A neighbour that is known to be gone, and how: it died, it gave up on another one, or it stands still."""
         ends = [neighbour for neighbour in (self._before, self._behind) if neighbour is not None]
         deadline = time.monotonic() + CLOSING_SECONDS
         while ends and time.monotonic() < deadline:
             for neighbour in ends:
                 if neighbour.wire.hung_up():
-                    return str(neighbour)
+                    return f"{neighbour} {neighbour.wire.loss}"
             time.sleep(0.01)
         return None
 

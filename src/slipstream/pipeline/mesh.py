@@ -259,7 +259,7 @@ class _Notice:
     def is_completed(self) -> bool:
         self._here = self._here or self._wire.receive() is not None
         if not self._here and self._wire.gone:
-            raise PeerLost(f"{self._wire} closed its connection")
+            raise PeerLost(f"{self._wire} {self._wire.loss}")
         return self._here
 
     def wait(self) -> None:

@@ -86,7 +86,8 @@ class Waiting:
                 return
             seconds = time.monotonic() - started
             if neighbour.wire.gone:
-                raise broken(ConnectionError("closed by the other end"), seconds, neighbour, what)
+                closed = ConnectionError("closed by the other end")
+                raise broken(TimeoutError() if neighbour.wire.stalled else closed, seconds, neighbour, what)
             left = neighbour.timeout_seconds - seconds
             if left <= 0:
                 raise broken(TimeoutError(), seconds, neighbour, what)
@@ -96,7 +97,7 @@ class Waiting:
 
 def broken(error: Exception, seconds: float, neighbour: Neighbour, what: str) -> StageError:
     """What to tell when a neighbour is gone or silent; the stage that tells it puts its own name in front."""
-    if seconds >= 0.9 * neighbour.timeout_seconds:
+    if isinstance(error, TimeoutError) or seconds >= 0.9 * neighbour.timeout_seconds:
         reason = (
             f"no answer within the timeout of {neighbour.timeout_seconds:g} s. Is that stage stalled or slow?"
         )

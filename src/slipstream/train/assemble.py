@@ -27,7 +27,7 @@ from slipstream.train.batches import Share
 from slipstream.train.best import Best
 from slipstream.train.board import Board
 from slipstream.train.elastic import with_stages
-from slipstream.train.engine import Emulated, Engine
+from slipstream.train.engine import Engine, emulated
 from slipstream.train.folder import Plan
 from slipstream.train.health import Monitor
 from slipstream.train.master import TOKENIZER_FILE
@@ -141,14 +141,14 @@ def float32_products(dtype: str) -> Iterator[None]:
 def _engine(config: Config, model: build.Model, world: World | None, device: torch.device) -> Engine:
     """Torch's pipelines load its compiler, which takes seconds: only where there is a pipeline."""
     if world is None:
-        return Emulated(config, model, device)
+        return emulated(config, model, device)
     if config.synchronous:
         from slipstream.train.synchronous import Synchronous
 
         return Synchronous(config, model, world, device)
-    from slipstream.train.pipelined import Pipelined
+    from slipstream.train.pipelined import pipelined
 
-    return Pipelined(config, model, world, device)
+    return pipelined(config, model, world, device)
 
 
 def _share(config: Config, position: Position, device: torch.device) -> Share:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from slipstream.data.shards import open_shard
 from slipstream.train.batches import Share, load
 from slipstream.train.board import Board
-from slipstream.train.engine import Engine
+from slipstream.train.engine import Engine, losses_of
 from slipstream.train.sources import Dataset
 
 OWN_TOKENS = 100_000  # of a function's batches that are counted
@@ -38,7 +38,7 @@ def validate(
     engine.drain()
     losses = []
     for group in range(batches):
-        losses += engine.evaluate(load(dataset, group, share).to(device))
+        losses += losses_of(engine.eval, load(dataset, group, share).to(device))
     if share.last:
         board.post(f"valid/{step}/{share.data_rank}", torch.stack(losses).double().mean().item())
     means = board.wait(*(f"valid/{step}/{rank}" for rank in range(share.data_ranks)))

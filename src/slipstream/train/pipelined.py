@@ -1,4 +1,4 @@
-"""`Schedule2BW` in the shape the training loop drives: one stage on one rank of a pipeline x data mesh."""
+"""The `Schedule2BW` of a run: one stage on one rank of a pipeline x data mesh."""
 
 from __future__ import annotations
 
@@ -7,107 +7,43 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from slipstream.config import Config
 from slipstream.distributed import World
 from slipstream.pipeline.runtime import Schedule2BW
-from slipstream.schedule.timeline import Span
 from slipstream.train import build
-from slipstream.train.batches import Batch
-from slipstream.train.engine import AfterUpdate, share_embedding
+from slipstream.train.engine import share_embedding
 from slipstream.train.own_model import OwnModel
 
 
-class Pipelined:
-    """One rank of an asynchronous pipeline."""
-
-    def __init__(self, config: Config, model: build.Model, world: World, device: torch.device) -> None:
-        pipeline = config.pipeline
-        assert pipeline.stages is not None
-        assert not isinstance(pipeline.cutover, float | list), pipeline.cutover  # resolved
-        index, _ = world.mesh(pipeline.stages)
-        self._first, self._last = index == 0, index == pipeline.stages - 1
-        (module,) = build.stage_modules(config, model, pipeline.stages, [index], device)
-        group, data_group = mesh_groups(world, pipeline.stages)
-        stage = PipelineStage(module, index, pipeline.stages, device, group=group)
-        self._schedule = Schedule2BW(
-            stage,
-            pipeline.microbatches,
-            build.loss_function(config),
-            build.optimizer_factory(config),
-            build.correction(config),
-            config.optim.max_grad_norm or None,
-            synchronous=build.flushed(config),
-            cutover=pipeline.cutover,
-            in_flight=pipeline.in_flight,
-            bank_dtype=torch.bfloat16 if config.train.dtype == "bfloat16" else None,
-            gradient_dtype=torch.bfloat16 if config.train.gradient_dtype == "bfloat16" else None,
-            tied=tied_names(model, module),
-            data_group=data_group,
-            shard_optimizer=pipeline.shard_optimizer,
-            compact_master=None,
-            prepare=build.preparation(config),
-            timeout=config.train.timeout_seconds,
-        )
-        self.names = {name for name, _ in module.named_parameters()}
-        self.optimizer = self._schedule.optimizer
-
-    @property
-    def after_update(self) -> AfterUpdate | None:
-        return self._schedule.after_update
-
-    @after_update.setter
-    def after_update(self, hook: AfterUpdate | None) -> None:
-        self._schedule.after_update = hook
-
-    @property
-    def busy_seconds(self) -> float:
-        return self._schedule.busy_seconds
-
-    def step(self, batch: Batch) -> list[Tensor]:
-        losses: list[Tensor] = []
-        self._schedule.step(*self._inputs(batch), **self._targets(batch, losses), return_outputs=False)
-        return losses
-
-    def evaluate(self, batch: Batch) -> list[Tensor]:
-        losses: list[Tensor] = []
-        self._schedule.eval(*self._inputs(batch), **self._targets(batch, losses), return_outputs=False)
-        return losses
-
-    def _inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        return (batch.inputs,) if self._first and batch.inputs is not None else ()
-
-    def _targets(self, batch: Batch, losses: list[Tensor]) -> dict[str, Any]:
-        return {"target": batch.targets, "losses": losses} if self._last else {}
-
-    def drain(self) -> None:
-        self._schedule.drain()
-
-    def grad_norm(self, group: int) -> float | None:
-        return self._schedule.grad_norms.get(group)
-
-    def capture(self) -> dict[str, Any]:
-        return self._schedule.capture()
-
-    def hold(self, copied: torch.cuda.Event) -> None:
-        self._schedule.hold(copied)
-
-    def load(self, state: dict[str, Any]) -> None:
-        self._schedule.load_state_dict(state)
-
-    def trace(self, on: bool) -> None:
-        self._schedule.trace(on)
-
-    def take_trace(self) -> list[Span]:
-        return self._schedule.take_trace()
-
-    def request_stop(self) -> None:
-        self._schedule.request_stop()
-
-    def stopping(self) -> bool:
-        return self._schedule.stopping()
+def pipelined(config: Config, model: build.Model, world: World, device: torch.device) -> Schedule2BW:
+    """The stage of this rank, and its schedule."""
+    pipeline = config.pipeline
+    assert pipeline.stages is not None
+    assert not isinstance(pipeline.cutover, float | list), pipeline.cutover  # resolved
+    index, _ = world.mesh(pipeline.stages)
+    (module,) = build.stage_modules(config, model, pipeline.stages, [index], device)
+    group, data_group = mesh_groups(world, pipeline.stages)
+    return Schedule2BW(
+        PipelineStage(module, index, pipeline.stages, device, group=group),
+        pipeline.microbatches,
+        build.loss_function(config),
+        build.optimizer_factory(config),
+        build.correction(config),
+        config.optim.max_grad_norm or None,
+        synchronous=build.flushed(config),
+        cutover=pipeline.cutover,
+        in_flight=pipeline.in_flight,
+        bank_dtype=torch.bfloat16 if config.train.dtype == "bfloat16" else None,
+        gradient_dtype=torch.bfloat16 if config.train.gradient_dtype == "bfloat16" else None,
+        tied=tied_names(model, module),
+        data_group=data_group,
+        shard_optimizer=pipeline.shard_optimizer,
+        compact_master=None,
+        prepare=build.preparation(config),
+        timeout=config.train.timeout_seconds,
+    )
 
 
 def mesh_groups(world: World, stages: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:

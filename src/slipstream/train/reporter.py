@@ -107,7 +107,7 @@ class Reporter:
         self._post_losses(finish=finish)
         for item in self._pending:
             if item.norm is None:
-                item.norm = self._engine.grad_norm(item.step - 1)
+                item.norm = self._engine.grad_norms.get(item.step - 1)
         while self._pending:
             item = self._pending[0]
             if item.norm is None:

@@ -25,10 +25,12 @@ def load_into(engine: Engine, path: Path, config: Config) -> None:
     manifest = checkpoint.manifest(path)
     stored = from_tree(manifest.says("config", dict))
     try:
-        state = upgraded(merge_states(checkpoint.read(path, manifest, engine.names.__contains__)))
+        fresh = engine.capture()
+        own = fresh["master"].keys() | fresh["buffers"].keys()
+        state = upgraded(merge_states(checkpoint.read(path, manifest, own.__contains__)))
         state = adapt_banks(adapt_optimizer(state, stored, config, engine), stored, config)
-        check_state(path, state, engine.capture(), manifest.step)
-        engine.load(state)
+        check_state(path, state, fresh, manifest.step)
+        engine.load_state_dict(state)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
             f"'{path}' holds a state that is not of this run: {type(error).__name__} {error}."

@@ -1,4 +1,4 @@
-"""Torch's own synchronous schedules in the shape the training loop drives.
+"""Torch's own synchronous schedules with our update, as the training loop drives them.
 
 The forwards and backwards are torch's classes; the update is the engine's (`pipeline/update.py`, delay 0),
 so that clipping over all stages, tied weights, data parallelism, skipping and checkpoints are the same as
@@ -14,13 +14,13 @@ Validation is at the master, along the same placement.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
@@ -40,11 +40,10 @@ from slipstream.pipeline.replica import Replica
 from slipstream.pipeline.torch_trace import TorchTrace
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import Versions
+from slipstream.pipeline.watched_stage import WatchedStage
 from slipstream.schedule.cutover import Cutover, always
 from slipstream.schedule.timeline import Span
-from slipstream.torch_private import greeting_others_only
 from slipstream.train import build
-from slipstream.train.batches import Batch
 from slipstream.train.engine import AfterUpdate
 from slipstream.train.own_model import OwnModel
 from slipstream.train.pipelined import mesh_groups
@@ -67,7 +66,6 @@ class Synchronous:
         count = pipeline.stages * config.chunks
         indices = held_by(pipeline.schedule, rank, pipeline.stages)
         self._m = pipeline.microbatches
-        self._first, self._last = 0 in indices, count - 1 in indices
         modules = build.stage_modules(config, model, count, indices, device)
         group, data_group = mesh_groups(world, pipeline.stages)
         bank_dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else None
@@ -78,7 +76,6 @@ class Synchronous:
         ]
         self._accumulators = [Accumulator(versions.master) for versions in self._versions]
         names = [name for versions in self._versions for name in versions.names]
-        self.names = set(names)
         ties = _ties(model, names)
         parameters = [p for versions in self._versions for p in versions.master.parameters]
         if world.size == 1:
@@ -98,18 +95,21 @@ class Synchronous:
             config.optim.max_grad_norm or None,
             peers,
         )
-        self._stages = [
-            greeting_others_only(
-                PipelineStage(_as_module(versions.replica(0)), index, count, device, group=group)
-            )
-            for versions, index in zip(self._versions, indices, strict=True)
-        ]
-        for stage, versions, accumulator in zip(
-            self._stages, self._versions, self._accumulators, strict=True
-        ):
-            _accumulate(stage, accumulator, versions.replica(0))
-        self._trace = TorchTrace(self._stages, rank, device)
+        self._trace = TorchTrace(indices[0], rank, device)
         self._updater.timing = self._trace.update
+        # The gradients of every microbatch are added to the wide sum as soon as torch has made them.
+        self._stages = [
+            WatchedStage(
+                _as_module(versions.replica(0)),
+                index,
+                count,
+                device,
+                group,
+                trace=self._trace,
+                collect=partial(accumulator.add, versions.replica(0)),
+            )
+            for versions, accumulator, index in zip(self._versions, self._accumulators, indices, strict=True)
+        ]
         self._loss = build.loss_function(config)
         placed = {
             index: other
@@ -143,10 +143,13 @@ class Synchronous:
     def busy_seconds(self) -> float:
         return self._trace.busy_seconds
 
-    def step(self, batch: Batch) -> list[Tensor]:
+    def step(self, *args: Tensor, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
+        """As the step of torch's schedule, and the update after it."""
         self._updater.enter(self._group)
         self._trace.group = self._group
-        losses = self._run(batch)
+        outputs = self._schedule.step(*args, losses=losses, **kwargs)
+        if losses is not None:
+            losses[:] = [loss.detach() * self._m for loss in losses]
         grads = [
             grad
             for versions, accumulator in zip(self._versions, self._accumulators, strict=True)
@@ -155,16 +158,23 @@ class Synchronous:
         self._updater.begin(self._group, grads)
         self._updater.finish_all()
         self._group += 1
-        return losses
+        return outputs
 
-    def evaluate(self, batch: Batch) -> list[Tensor]:
+    def eval(
+        self,
+        x: Tensor | None = None,
+        *,
+        target: Tensor | None = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = False,
+    ) -> None:
         """Forwards at the master, from stage to stage. Torch's own `eval` reads the banks, and its V-shaped schedule
         keeps its backward actions in it and fails on them."""
-        inputs = list(batch.inputs.chunk(self._m)) if batch.inputs is not None else []
-        targets = list(batch.targets.chunk(self._m)) if batch.targets is not None else []
+        assert not return_outputs, "a group's logits would fill a GPU"
+        inputs = list(x.chunk(self._m)) if x is not None else []
+        targets = list(target.chunk(self._m)) if target is not None else []
         held, owners, top = [stage.stage_index for stage in self._stages], self._owners, len(self._owners) - 1
         made_here: list[Tensor] = []
-        losses: list[Tensor] = []
         sent: list[tuple[Tensor, dist.Work | None]] = []  # kept until they have left
         with torch.no_grad():
             for index, versions in zip(held, self._versions, strict=True):
@@ -173,7 +183,8 @@ class Synchronous:
                     x = inputs[k] if index == 0 else self._received(owners, index, made_here, k)
                     out: Any = versions.master.call(x)
                     if index == top:
-                        losses.append(self._loss(out, targets[k]))
+                        if losses is not None:
+                            losses.append(self._loss(out, targets[k]))
                     elif owners[index + 1] == owners[index]:
                         made_here.append(out)
                     else:
@@ -184,7 +195,6 @@ class Synchronous:
         for _, work in sent:
             if work is not None:
                 work.wait()
-        return losses
 
     def _received(self, owners: list[int], index: int, made_here: list[Tensor], k: int) -> Tensor:
         """Microbatch k as the stage before `index` left it."""
@@ -194,18 +204,12 @@ class Synchronous:
         dist.recv(x, owners[index - 1], group=self._pipeline)
         return x
 
-    def _run(self, batch: Batch) -> list[Tensor]:
-        losses: list[Tensor] = []
-        inputs = (batch.inputs,) if self._first else ()
-        targets = {"target": batch.targets, "losses": losses} if self._last else {}
-        self._schedule.step(*inputs, **targets, return_outputs=False)  # a group's logits would fill a GPU
-        return [loss.detach() * self._m for loss in losses]
-
     def drain(self) -> None:
         """Nothing is ever in flight between two steps."""
 
-    def grad_norm(self, group: int) -> float | None:
-        return self._updater.grad_norms.get(group)
+    @property
+    def grad_norms(self) -> dict[int, float]:
+        return self._updater.grad_norms
 
     def capture(self) -> dict[str, Any]:
         return states.capture(self._updater) | {"banks": {}}  # the banks are the master
@@ -213,7 +217,7 @@ class Synchronous:
     def hold(self, copied: torch.cuda.Event) -> None:
         self._updater.hold(copied)
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         group = state["group"]
         states.restore(
             self._updater, state | {"banks": {states.bank_name(0): state["master"]}, "published": {}}
@@ -272,21 +276,3 @@ class _Called(nn.Module):
 
 def _as_module(replica: Replica) -> nn.Module:
     return replica.call if isinstance(replica.call, nn.Module) else _Called(replica)
-
-
-def _accumulate(stage: PipelineStage, accumulator: Accumulator, replica: Replica) -> None:
-    """Add the gradients of every microbatch to the wide sum as soon as torch has made them."""
-    backward, weight = stage.backward_one_chunk, stage.backward_weight_one_chunk
-
-    def whole(
-        bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        backward(bwd_chunk_id, loss, full_backward, last_backward)
-        if full_backward:
-            accumulator.add(replica)
-
-    def weight_half(bwd_chunk_id: int, last_backward: bool = False) -> None:
-        weight(bwd_chunk_id, last_backward)
-        accumulator.add(replica)
-
-    stage.backward_one_chunk, stage.backward_weight_one_chunk = whole, weight_half

@@ -25,7 +25,7 @@ from slipstream.train import batches, checkpoint, health
 from slipstream.train.best import Best
 from slipstream.train.board import Board
 from slipstream.train.build import Model
-from slipstream.train.engine import Engine
+from slipstream.train.engine import Engine, losses_of
 from slipstream.train.evaluate import validate
 from slipstream.train.profiling import Profiling
 from slipstream.train.reporter import Position, Reporter
@@ -119,7 +119,7 @@ def submit(parts: RunParts, step: int, batch: batches.Batch) -> None:
     engine, scale = parts.engine, parts.learning_rate(step)
     for group in engine.optimizer.param_groups:
         group["lr"] = group["initial_lr"] * scale
-    losses = engine.step(batch.to(parts.device))
+    losses = losses_of(engine.step, batch.to(parts.device))
     parts.reporter.submitted(step + 1, engine.optimizer.param_groups[0]["lr"], losses)
     parts.reporter.poll()
 
