@@ -327,6 +327,7 @@ class Emulator:
         """Nothing is recorded: there is no pipeline to draw."""
 
     def take_trace(self) -> list[Span]:
+        """No spans, as none are recorded."""
         return []
 
 
