@@ -129,7 +129,7 @@ def perform(case: Case, kind: Kind, folder: Path, references: References) -> Non
         line = stack.enter_context(Line()) if "line" in kind.extra else None
         first = run(folder, layout, spec, kind, line)
         case.gone_seconds = None if first.gone_seconds is None else round(first.gone_seconds, 2)
-        case.said = first.said[-1500:]
+        case.said = first.said[-1500:] if first.gone_seconds is not None else first.said[-40_000:]
         _judge_first(case, kind, first)
         _mend_disk(kind, Path(spec["disk"]))
         if line is not None:

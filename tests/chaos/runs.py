@@ -16,10 +16,12 @@ from pathlib import Path
 import warm
 from chaos.faults import EVERY, STEPS, TIMEOUT_SECONDS, Kind, Layout, Spec
 from chaos.network import Line
+from slipstream.distributed.answers import STACKS
 
 VOCAB = 64
 MARGIN_SECONDS = 90.0  # beyond the timeout: a busy machine is no hang
 TORCHRUN_SECONDS = 30.0  # how long torchrun waits for the ranks it told to stop
+STACKS_SECONDS = 5.0
 PAUSE_SECONDS = 0.015
 SETTINGS = [
     f"model.vocab={VOCAB}", "model.dim=16", "model.layers=4", "model.heads=2", "model.kv_heads=1", "model.ffn=32",
@@ -161,6 +163,10 @@ def _wait(place: Path, began: float, ranks: list) -> float | None:
         time.sleep(0.02)
     if not left:
         return time.time()
+    for pid in left:  # where they stand is said beside the rest
+        with suppress(ProcessLookupError):
+            os.kill(pid, STACKS)
+    time.sleep(STACKS_SECONDS)
     end_all()
     return None
 

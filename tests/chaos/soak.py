@@ -115,7 +115,8 @@ def tokens(folder: Path) -> int:
 
 def table(lines: list[dict[str, Any]]) -> str:
     """The first and the last quarter of the time after the first five minutes, as Markdown."""
-    lines = [line for line in lines if line["second"] >= 300 and line["tokens"]]
+    whole = max(len(line["processes"]) for line in lines)  # a run that is ending has fewer
+    lines = [line for line in lines if line["second"] >= 300 and len(line["processes"]) == whole]
     quarter = max(2, len(lines) // 4)
     first, last = lines[:quarter], lines[-quarter:]
     rows = [f"| | {_span(first)} | {_span(last)} |", "|---|---|---|"]
