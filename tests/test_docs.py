@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import shlex
 import sys
@@ -22,6 +23,7 @@ from slipstream.config.load import from_tree
 sys.path.insert(0, str(ROOT / "tools"))
 import docs_hooks
 import race_figure
+import size_figure
 
 SITE = (ROOT / "mkdocs.yml").read_text()
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -117,6 +119,50 @@ def test_the_picture_of_the_readme_shows_what_was_measured(tmp_path):
     """docs/figures/loss-against-time.svg is drawn from the race that docs/results keeps, and from nothing else."""
     drawn = race_figure.draw(race_figure.curves(ROOT / "docs/results/one-gpu-race.html"))
     assert drawn == (ROOT / "docs/figures/loss-against-time.svg").read_text()
+
+
+def test_the_picture_of_the_results_shows_what_the_tables_say():
+    """Every point is a row of a table: gap, interval and size; the published ones are `published.csv`'s."""
+    text = size_figure.FIGURE.read_text()
+    assert text == size_figure.draw(size_figure.dots())
+    shown = json.loads(text[text.index("<metadata>") + 10 : text.index("</metadata>")])
+    ours = {(dot["setting"], dot["mode"]): dot for dot in shown if not dot["published"]}
+    assert {setting for setting, _ in ours} == {"0.46M", "1.3M", "8M (B)", "42M (A)"}
+    rows = {(row["optimizer"], row["mode"]): row for row in size_figure.table("b-muon-adamw")}
+    for mode in ("delay", "ef"):
+        dot, row = ours["8M (B)", mode], rows["muon", mode]
+        numbers = [float(row[key]) for key in ("gap", "gap_low", "gap_high")]
+        assert [dot["gap"], dot["low"], dot["high"]] == numbers
+        assert (dot["parameters"], round(dot["tokens_per_parameter"])) == (8_129_792, 20)
+    published = {(dot["setting"], dot["mode"]): dot["gap"] for dot in shown if dot["published"]}
+    assert (published["360M", "delay"], published["360M", "ef"]) == (0.012, 0.005)
+    for row in size_figure.table("published"):
+        sync = next(
+            r for r in size_figure.table("published") if (r["model"], r["mode"]) == (row["model"], "sync")
+        )
+        if row["gap"]:
+            assert float(row["gap"]) == pytest.approx(float(row["loss"]) - float(sync["loss"]), abs=1e-9)
+
+
+def test_the_results_give_every_token_penalty_by_both_readings():
+    page = (ROOT / "docs/results/net_gain.md").read_text()
+    rows = size_figure.penalty_rows()
+    assert len(rows) == 9
+    assert [row for row in rows if row not in page] == []
+
+
+def test_the_results_begin_with_one_picture_and_one_table_of_ten_rows():
+    """Each row links to a page of its own, which has the commands that made it; every page is short."""
+    first = (ROOT / "docs/results/README.md").read_text()
+    assert first.count("![") == 1
+    table = [line for line in first.splitlines() if line.startswith("|")][2:]
+    assert 1 <= len(table) <= 10
+    assert "#" not in first.replace("# Results", "", 1)  # nothing else: no other heading
+    for row in table:
+        (page, *_) = re.findall(r"\]\(([\w-]+\.md)\)", row)
+        assert pages.commands(ROOT / "docs/results" / page, "slipstream"), page
+    for page in (ROOT / "docs/results").glob("*.md"):
+        assert len(page.read_text().splitlines()) < 150, page
 
 
 def test_the_readme_is_short():

@@ -1,4 +1,4 @@
-"""What delay does, measured in the emulator on two small problems; the figures of docs/delay.md.
+"""What delay does, measured in the emulator on two small problems; the figures of docs/convergence.md.
 
     python tests/optim/delay_figures.py        writes docs/figures/delay-*.svg, their numbers inside
 
@@ -6,8 +6,7 @@
 evenly on a log scale over [0.1, 1]; the optimizer sees grad f + noise, Gaussian of deviation 0.3 per entry.
 The quality of a run is the nuclear norm of grad f, which Muon's analysis bounds, averaged over the run.
 
-*Quadratic.* f(w) = w^2 / 2, whose curvature is 1, so that lr is lr times curvature. SGD is stable where w
-stays bounded; with momentum mu here as m <- mu m + (1 - mu) g, a step of lr m.
+*Quadratic.* f(w) = w^2 / 2, whose curvature is 1, so that lr is lr times curvature; see `quadratic.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from optim import quadratic
 from slipstream.optim import build
 from slipstream.pipeline.emulator import Emulator
 
@@ -28,6 +28,11 @@ CASES = {
     "synchronous": ("none", 0),
     "delay 1": ("none", 1),
     "delay 1 + error feedback": ("error_feedback", 1),
+}
+PARTS = {  # case -> the old part of an update, whether it is corrected
+    "synchronous": (0.0, False),
+    "delay 1": (1.0, False),
+    "delay 1 + error feedback": (1.0, True),
 }
 Curves = dict[str, list[tuple[float, float]]]
 
@@ -110,30 +115,34 @@ def sgd_growth(case: str, lr: float, momentum: float = 0.0, updates: int = 600) 
 
 
 def sgd_threshold(case: str, momentum: float = 0.0) -> float:
-    """The largest stable lr, by bisection on the spectral radius of the recurrence that the rule gives."""
-    low, high = 0.0, 200.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _spectral_radius(case, middle, momentum) < 1 else (low, middle)
-    return low
-
-
-def _spectral_radius(case: str, lr: float, momentum: float) -> float:
-    """Of (z_g, z_{g-1}, z_{g-2}, m) -> the next; gradients at z_g, z_{g-1} or 2 z_{g-1} - z_{g-2}."""
-    reads = {"synchronous": [1, 0, 0], "delay 1": [0, 1, 0], "delay 1 + error feedback": [0, 2, -1]}[case]
-    m = [(1 - momentum) * weight for weight in reads] + [momentum]
-    z = [float(i == 0) - lr * weight for i, weight in enumerate(m)]
-    matrix = torch.tensor([z, [1, 0, 0, 0], [0, 1, 0, 0], m], dtype=torch.float64)
-    return float(torch.linalg.eigvals(matrix).abs().max())
+    """The largest stable lr."""
+    return quadratic.limit(momentum, *PARTS[case])
 
 
 def growth_curves(momentum: float, rates: Sequence[float]) -> Curves:
     """The factor per update that SGD settles into, by rate: below 1 it converges."""
-    return {case: [(lr, _spectral_radius(case, lr, momentum)) for lr in rates] for case in CASES}
+    return {case: [(lr, quadratic.growth(lr, momentum, *PARTS[case])) for lr in rates] for case in CASES}
+
+
+def limits_by_old_part(momentum: float = 0.9) -> Curves:
+    """The largest stable lr x curvature by the old part of an update, from a tenth on."""
+    parts = [k / 20 for k in range(2, 21)]
+    plain = [(old, quadratic.limit(momentum, old)) for old in parts]
+    fed = [(old, quadratic.limit(momentum, old, feedback=True)) for old in parts]
+    return {"no correction": plain, "error feedback": fed}
+
+
+def excess_by_old_part(x: float = 0.1, momentum: float = 0.9) -> Curves:
+    """The loss that noise leaves, over that of synchronous training, less 1."""
+    floor = quadratic.level(x, momentum, 0.0)
+    parts = [k / 20 for k in range(21)]
+    plain = [(old, quadratic.level(x, momentum, old) / floor - 1) for old in parts]
+    fed = [(old, quadratic.level(x, momentum, old, feedback=True) / floor - 1) for old in parts]
+    return {"no correction": plain, "error feedback": fed}
 
 
 def figures() -> dict[str, tuple[str, Curves]]:
-    """Name -> title and curves, everything docs/delay.md shows."""
+    """Name -> title and curves, everything docs/convergence.md shows."""
     rates = [0.05 * k for k in range(1, 61)]
     return {
         "delay-muon-rate": ("mean gradient norm of a run of T updates, Muon", rate_of_convergence()),
@@ -143,10 +152,19 @@ def figures() -> dict[str, tuple[str, Curves]]:
             "SGD, momentum 0.9: factor per update, by lr x curvature",
             growth_curves(0.9, rates),
         ),
+        "delay-cutover-limit": (
+            "SGD, momentum 0.9: largest stable lr x curvature, by the old part c/m",
+            limits_by_old_part(),
+        ),
+        "delay-cutover-level": (
+            "SGD, momentum 0.9, lr x curvature 0.1: loss that noise adds, by c/m",
+            excess_by_old_part(),
+        ),
     }
 
 
 COLOURS = {"synchronous": "#1b7837", "delay 1": "#c51b7d", "delay 1 + error feedback": "#2166ac"}
+COLOURS |= {"no correction": "#c51b7d", "error feedback": "#2166ac"}
 LEFT, TOP, WIDTH, HEIGHT = 60, 34, 420, 230
 
 
@@ -182,7 +200,7 @@ def svg(title: str, curves: Mapping[str, Sequence[tuple[float, float]]], logarit
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
     for number, (name, points) in enumerate(curves.items()):
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
-        dash = ' stroke-dasharray="6 4"' if number == 2 else ""
+        dash = ' stroke-dasharray="6 4"' if "feedback" in name else ""
         line = f'fill="none" stroke="{COLOURS[name]}" stroke-width="2"{dash}'
         y = TOP + HEIGHT + 36 + 18 * number
         parts.append(f'<polyline points="{path}" {line}/>')

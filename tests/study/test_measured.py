@@ -55,7 +55,7 @@ def rows_of(table) -> dict[tuple[str, str], dict[str, str]]:
 
 def test_every_table_of_the_long_study(b_study):
     found = {table.title: table for table in tables(*b_study)}
-    assert list(found) == ["Loss", "Net gain (simulated)", "Token penalty by length", "By lr"]
+    assert list(found) == ["Loss", "Net gain (simulated)", "By lr"]
     loss = rows_of(found["Loss"])
     assert len(loss) == 8  # the shorter runs are not among them
     delay = loss["muon", "delay"]
@@ -66,8 +66,8 @@ def test_every_table_of_the_long_study(b_study):
     assert loss["muon", "ef"]["share of delay's gap recovered"].startswith("50 % [")
     assert loss["muon", "ef+start"]["share of delay's gap recovered"].startswith("80 % [")
     low, high = math.exp((0.06 - half) / 0.25), math.exp((0.06 + half) / 0.25)
-    assert delay["token penalty"] == f"{math.exp(0.06 / 0.25):.3f} [{low:.3f}, {high:.3f}]"
-    assert loss["adamw", "delay"]["token penalty"].startswith(f"{math.exp(0.06 / 0.4):.3f} [")
+    assert delay["token penalty by curve"] == f"{math.exp(0.06 / 0.25):.3f} [{low:.3f}, {high:.3f}]"
+    assert loss["adamw", "delay"]["token penalty by curve"].startswith(f"{math.exp(0.06 / 0.4):.3f} [")
 
 
 def test_net_gains_are_speed_over_penalty_for_nine_pipelines(b_study):
@@ -75,6 +75,7 @@ def test_net_gains_are_speed_over_penalty_for_nine_pipelines(b_study):
     assert [name for name in gains.header if name.startswith("P=")] == [
         f"P={p} m={p * k}" for p in (8, 16, 32) for k in (1, 2, 3)
     ]
+    assert [row[2] for row in gains.rows[2:]] == ["by curve", "by length"] * 6
     rows = rows_of(gains)
     speed = float(rows["", "speed-up of 2BW over it"]["P=32 m=96"])
     assert speed == pytest.approx(1 + 31 / (6 * 96), abs=2e-3)  # against ZB-V: bubble (P-1)/(6m+P-1)
@@ -86,11 +87,11 @@ def test_net_gains_are_speed_over_penalty_for_nine_pipelines(b_study):
 
 
 def test_by_length_a_gap_is_worth_what_shorter_runs_say(b_study):
-    (table,) = (table for table in tables(*b_study) if table.title == "Token penalty by length")
+    (table,) = (table for table in tables(*b_study) if table.title == "Loss")
     rows = rows_of(table)
-    assert rows["muon", "ef"]["slope"] == "0.2500"
     assert rows["muon", "ef"]["token penalty by length"].startswith(f"{math.exp(0.03 / 0.25):.3f} [")
-    assert rows["adamw", "delay"]["slope"] == "0.4000"
+    assert rows["muon", "sync"]["token penalty by length"] == "–"
+    assert table.note.endswith("each with its own schedule: muon 0.2500, adamw 0.4000.")
 
 
 def test_the_grid_stands_by_itself(b_study):
@@ -111,6 +112,7 @@ def test_the_planner_gets_an_entry_for_each_row_with_its_source(b_study):
     assert entry.source.startswith("study b-muon-adamw: 5 paired seeds, 95 % interval [1.1")
     assert "20.0 tokens per parameter" in entry.source
     assert entry.source.count(", ") >= 4  # the digest of every run
+    assert "(by length 1.127)" in entry.source
     assert "synchronous start of 10 %" in found["muon", "error_feedback+sync_start"].source
 
 
@@ -195,6 +197,6 @@ def test_from_the_command_line(tmp_path, b_study, capsys):
     assert "6 entries written, 0 replaced" in told
     assert len(load_penalties(table)) == 6
     page = (tmp_path / "b-muon-adamw.html").read_text()
-    assert "Token penalty by length" in page
+    assert "token penalty by length" in page
     assert "<script" in page  # curves are drawn by the page itself: nothing else is loaded
     assert "src=" not in page.replace("data:", "")

@@ -76,7 +76,7 @@ def test_a_run_that_broke_far_beyond_a_flat_curve_still_has_numbers():
     flat = token_penalty([(1e4, 5.0), (2e4, 4.0001), (1e6, 4.0)], 4.0, 3.0)
     assert flat is not None
     assert 0 < flat.value < 1e-200
-    found = mean_penalty([broken, Penalty(1.2, False)])
+    found = mean_penalty([broken, Penalty(1.2, False), Penalty(1.2, False)])
     assert found is not None
     assert found[0].interval == (0.0, math.inf)
     gain = net_gain(speedup(4, 4), found[0], 0.0)
@@ -85,12 +85,12 @@ def test_a_run_that_broke_far_beyond_a_flat_curve_still_has_numbers():
 
 
 def test_mean_is_geometric_with_the_interval_of_the_logarithm():
-    found = mean_penalty([Penalty(1.0, False), Penalty(1.21, True)])
+    found = mean_penalty([Penalty(1.0, False), Penalty(1.21, True), Penalty(1.1, False)])
     assert found is not None
     estimate, extrapolated = found
     assert extrapolated
     assert estimate.value == pytest.approx(1.1)
-    half = 12.7062 * math.log(1.21) / 2  # stdev / sqrt(2) of two values is half their distance
+    half = 4.30265 * math.log(1.1) / math.sqrt(3)  # the logarithms are 0, 2 and 1 times log 1.1
     assert estimate.interval == pytest.approx((1.1 * math.exp(-half), 1.1 * math.exp(half)), rel=1e-4)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,24 @@ def test_the_published_tables_are_made_of_the_published_runs(export, tmp_path, c
     assert ended.value.code == 0, capsys.readouterr().err
     for file in (f"{name}.md", f"{name}.csv", f"{name}-runs.csv"):
         assert (tmp_path / file).read_text() == (export.parent / file).read_text(), f"{file} is stale"
+
+
+NUMBERS = {"two": 2, "three": 3, "five": 5}
+
+
+@pytest.mark.parametrize("export", EXPORTS, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
+def test_a_page_has_the_seeds_it_speaks_of(export):
+    """Of `three paired seeds` in its words: every row has three. Nothing of fewer than three has an interval."""
+    name = export.name.removesuffix(".jsonl.gz")
+    about = re.sub(r"\s+", " ", (export.parent / f"{name}.md").read_text().partition("## ")[0])
+    with (export.parent / f"{name}.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    seeds = {int(row["seeds"]) for row in rows}
+    for word in re.findall(r"(\w+) paired seeds", about):
+        assert seeds == {NUMBERS[word]}, f"{name} says {word} paired seeds"
+    for row in rows:
+        if int(row["seeds"]) < 3:
+            assert not any(value for key, value in row.items() if key.endswith(("_low", "_high"))), row
 
 
 def test_every_published_study_is_there():

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slipstream import __version__
 from slipstream.cli import main
 from slipstream.data.shards import write_shard
 from slipstream.errors import UserError
@@ -25,6 +26,7 @@ from slipstream.study.run import Clock, Limits, run_study, steady_seconds
 from slipstream.study.show import Show
 from slipstream.study.sweep import Point
 from slipstream.study.worker import _run
+from slipstream.train.provenance import commit
 
 TOY = Path(__file__).parents[2] / "studies" / "toy.toml"
 VOCAB = 64
@@ -104,7 +106,9 @@ def test_the_toy_study_end_to_end(tmp_path, data, capsys, monkeypatch):
     assert sync.loss != late.loss  # delay is seen in the loss
     assert [tokens for tokens, _ in sync.validation] == [4 * 64, 8 * 64]
     assert sync.validation[-1][1] == sync.loss
-    assert len(sync.held_out) == len(sync.data) == 64
+    assert len(sync.held_out) == len(sync.data) == len(sync.source) == 64
+    assert sync.versions["slipstream"] == __version__
+    assert sync.commit == (commit() or "")
     folder = out / points["muon", "sync"].folder
     assert read_run(folder).status == "finished"
     kept = {path.name for path in folder.iterdir()}  # a study keeps numbers, not weights

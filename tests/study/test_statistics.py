@@ -22,8 +22,11 @@ def test_standard_error():
     assert standard_error([3.0]) is None
 
 
-def test_one_seed_has_no_interval():
-    assert interval([4.0]).interval is None
+@pytest.mark.parametrize("values", [[4.0], [4.0, 4.1]])
+def test_fewer_than_three_seeds_have_no_interval(values):
+    found = interval(values)
+    assert (found.interval, found.n) == (None, len(values))
+    assert interval([*values, 4.2, 4.3]).interval is not None
 
 
 def test_paired_gap_uses_common_seeds_and_their_differences():
@@ -39,15 +42,18 @@ def test_without_a_common_seed_there_is_no_gap():
 
 
 def test_share_recovered_is_the_ratio_of_mean_gaps():
-    reference = {"0": 3.0, "1": 3.0}
-    delay = {"0": 3.1, "1": 3.3}  # gaps 0.1 and 0.3, mean 0.2
-    ef = {"0": 3.02, "1": 3.08}  # gaps 0.02 and 0.08, mean 0.05
+    reference = {"0": 3.0, "1": 3.0, "2": 3.0}
+    delay = {"0": 3.1, "1": 3.3, "2": 3.2}  # gaps 0.1, 0.3 and 0.2, mean 0.2
+    ef = {"0": 3.02, "1": 3.08, "2": 3.05}  # gaps 0.02, 0.08 and 0.05, mean 0.05
     share = share_recovered(ef, reference, delay)
     assert share is not None
     assert share.value == pytest.approx(0.75)
-    # Residuals (0.02 - 0.25 * 0.1) / 0.2 = -0.025 and (0.08 - 0.25 * 0.3) / 0.2 = 0.025.
-    half = 12.7062 * math.sqrt(2) * 0.025 / math.sqrt(2)
+    # Residuals (0.02 - 0.25 * 0.1) / 0.2 = -0.025, (0.08 - 0.25 * 0.3) / 0.2 = 0.025 and 0: stdev 0.025.
+    half = 4.30265 * 0.025 / math.sqrt(3)
     assert share.interval == pytest.approx((0.75 - half, 0.75 + half), abs=1e-4)
+    two = share_recovered({"0": 3.02, "1": 3.08}, reference, delay)
+    assert two is not None
+    assert (two.value, two.interval) == (pytest.approx(0.75), None)
 
 
 def test_nothing_to_recover_gives_no_share():

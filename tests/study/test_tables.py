@@ -97,7 +97,7 @@ def test_means_gaps_shares_and_penalties(paired):
     assert cells["delay"].recovered is None  # it is the whole
     assert cells["delay"].penalty.value == pytest.approx(math.exp(0.1 / 0.5))
     assert cells["ef"].gap.value == pytest.approx(0.03)  # 0.02 and 0.04 at the two seeds that ended
-    assert cells["ef"].gap.n == 2
+    assert (cells["ef"].gap.n, cells["ef"].gap.interval) == (2, None)
     assert list(cells["ef"].failed) == ["2"]
     assert cells["ef"].recovered.value == pytest.approx(0.7)
     assert cells["ef+start"].gap.interval is None
@@ -148,14 +148,12 @@ def test_the_loss_table_says_what_it_rests_on(paired):
     assert rows["delay"][3] == "+0.1000 [+0.1000, +0.1000]"
     assert rows["ef"][1] == "2"
     assert "(1 failed)" in rows["ef"][2]
-    assert rows["ef"][4].startswith("70 % [")
+    assert rows["ef"][3:] == ["+0.0300", "70 %", "1.062"]  # two seeds make no interval
     assert rows["ef+start"] == ["ef+start", "1", "3.0100", "+0.0100", "90 %", "1.020"]
 
 
 def test_a_mode_that_broke_has_a_row(tmp_path):
-    study, expansion, results = make(
-        tmp_path, 'product = ["seed", "mode"]', PAIRED | {"0 delay": 4000.0, "1 delay": 3.2}
-    )
+    study, expansion, results = make(tmp_path, 'product = ["seed", "mode"]', PAIRED | {"0 delay": 4000.0})
     text = write_tables(study, expansion, results, tmp_path)[0].read_text()
     assert "[0.000, inf] *" in text
     assert max(len(word) for word in text.split()) < 40
@@ -233,7 +231,7 @@ def test_the_best_of_one_axis_needs_no_list(tmp_path):
     assert roles_of(study).best == ("lr",)
 
 
-def test_with_lengths_the_penalty_is_read_off_final_losses(tmp_path):
+def test_with_lengths_the_penalty_is_read_off_final_losses_as_well(tmp_path):
     losses: dict[str, float | None] = {"100 sync": 4.0, "400 sync": 3.0, "400 delay": 3.5, "100 delay": 4.25}
     study, expansion, results = make(tmp_path, 'product = ["updates", "mode"]', losses, 'length = "updates"')
     roles = roles_of(study)
@@ -241,16 +239,28 @@ def test_with_lengths_the_penalty_is_read_off_final_losses(tmp_path):
         (dict(cell.group)["updates"], cell.mode): cell
         for cell in compared(all_cells(expansion.points, results, roles), roles)
     }
-    # One unit of loss per factor of 4 in tokens, whatever the curve inside a run looks like.
-    assert rows["400", "delay"].penalty.value == pytest.approx(2.0)
-    assert not rows["400", "delay"].extrapolated
-    assert rows["100", "delay"].penalty.value == pytest.approx(4**0.25)
-    assert rows["100", "delay"].extrapolated
+    # Within a run the loss falls by 0.5 per e-fold of tokens, between runs by one per factor of 4.
+    assert rows["400", "delay"].penalty.value == pytest.approx(math.exp(0.5 / 0.5))
+    assert rows["400", "delay"].by_length.value == pytest.approx(2.0)
+    assert not rows["400", "delay"].by_length_extrapolated
+    assert rows["100", "delay"].by_length.value == pytest.approx(4**0.25)
+    assert rows["100", "delay"].by_length_extrapolated
+    table = loss_table(list(rows.values()), roles)
+    assert table.header[-2:] == ["token penalty by curve", "token penalty by length"]
+    assert table.rows[-1][-2:] == ["2.718", "2.000"]
+    (gains,) = gain_table(list(rows.values()), roles)
+    assert [row[2] for row in gains.rows[2:]] == ["by curve", "by length"] * 2
+    both = [float(row[3]) for row in gains.rows[-2:]]
+    assert both[1] / both[0] == pytest.approx(math.e / 2, abs=3e-3)
+    (last,) = list(csv.DictReader(io.StringIO(as_csv(list(rows.values()), roles))))[-1:]
+    assert (last["penalty"], last["penalty_by_length"]) == ("2.71828", "2")
 
     # A length that was run on another text is no point of the curve.
     (short,) = (p for p in expansion.points if p.labels == {"updates": "100", "mode": "sync"})
     results[short.digest] = replace(results[short.digest], data="another text")
-    assert all(cell.penalty is None for cell in compared(all_cells(expansion.points, results, roles), roles))
+    assert all(
+        cell.by_length is None for cell in compared(all_cells(expansion.points, results, roles), roles)
+    )
 
 
 def test_export_reads_back_as_it_was(tmp_path, paired):
@@ -319,6 +329,16 @@ def test_the_page_says_what_is_missing_and_what_failed(tmp_path, paired):
     assert "2 of 12 runs are missing." in page
 
 
+def test_runs_that_do_not_name_their_code_are_counted(tmp_path, paired):
+    study, expansion, results, _, _ = paired
+    write_tables(study, expansion, results, tmp_path)
+    told = "9 of 10 runs were made before a run noted the commit and fingerprint of its code."
+    assert told in (tmp_path / "s.md").read_text()
+    named = {digest: replace(result, source="s" * 64) for digest, result in results.items()}
+    write_tables(study, expansion, named, tmp_path)
+    assert "fingerprint of its code" not in (tmp_path / "s.md").read_text()
+
+
 def test_a_run_that_broke_on_the_way_is_named(tmp_path, paired):
     study, expansion, results, _, _ = paired
     point = next(p for p in expansion.points if p.name == "seed=0 mode=sync")
@@ -335,6 +355,12 @@ def test_every_run_is_listed(paired):
     table = runs_table(expansion.points, results)
     assert len(table.rows) == len(PAIRED)
     assert table.rows[0][:3] == ["0", "sync", "3.000000"]
+    made = {digest: replace(one, data="d" * 64, commit="c" * 40) for digest, one in results.items()}
+    table = runs_table(expansion.points, made)
+    row = dict(zip(table.header, table.rows[0], strict=True))
+    assert (row["text"], row["code"]) == ("d" * 12, "c" * 40)
+    made = {digest: replace(one, source="s" * 64) for digest, one in results.items()}
+    assert "s" * 12 in runs_table(expansion.points, made).rows[0]  # run from a copy of the files
 
 
 def test_no_results_give_no_tables(paired):

@@ -7,7 +7,7 @@ A study's [table] tells which axis is which:
     reference = "sync"       the mode gaps are taken to
     baseline = "delay"       the mode whose gap is the whole, for the share recovered
     best = ["lr"]            axes of which each cell takes the value with the lowest mean, on the seeds all have
-    length = "updates"       an axis of run lengths: the penalty is then read off final losses by length
+    length = "updates"       an axis of run lengths: the penalty is then read off final losses by length too
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from slipstream.config.resolve import updates
 from slipstream.config.settings import SYNCHRONOUS
 from slipstream.errors import UserError
-from slipstream.study.penalty import Curve, mean_penalty, token_penalty
+from slipstream.study.penalty import Curve, mean_penalty, penalty_of_gap, token_penalty
 from slipstream.study.results import Result
 from slipstream.study.statistics import Estimate, paired_gap, share_recovered, standard_error
 from slipstream.study.sweep import TUNING, Point, Study, names
@@ -52,8 +52,11 @@ class Cell:
     error: float | None = None
     gap: Estimate | None = None
     recovered: Estimate | None = None
-    penalty: Estimate | None = None
+    penalty: Estimate | None = None  # by curve: read off that of the paired synchronous run
     extrapolated: bool = False
+    by_length: Estimate | None = None  # read off the final losses of synchronous runs of several lengths
+    by_length_extrapolated: bool = False
+    slope: float | None = None  # loss per e-fold of tokens, where `by_length` is exp(gap / slope)
 
     @property
     def losses(self) -> dict[str, float]:
@@ -146,6 +149,20 @@ def compared(cells: Sequence[Cell], roles: AxisRoles) -> list[Cell]:
     return [_compare(cell, chosen, roles) for cell in chosen.values()]
 
 
+def with_slopes(cells: Sequence[Cell], cheaper: Sequence[Cell], roles: AxisRoles) -> list[Cell]:
+    """What each gap is worth by length where a grid was tuned on shorter runs, whose losses give a slope."""
+    references = {cell.group: cell for cell in cells if cell.mode == roles.reference}
+    slopes = {group: slope_by_length(cell, cheaper) for group, cell in references.items()}
+    found = []
+    for cell in cells:
+        slope = slopes.get(cell.group)
+        if slope is None or cell.gap is None or cell.by_length is not None:
+            found.append(cell)
+        else:
+            found.append(replace(cell, by_length=penalty_of_gap(cell.gap, slope), slope=slope))
+    return found
+
+
 def slope_by_length(reference: Cell, cheaper: Sequence[Cell]) -> float | None:
     """How far the final synchronous loss falls per e-fold of tokens, from a grid of shorter runs to whole ones.
 
@@ -198,26 +215,35 @@ def _compare(cell: Cell, chosen: Mapping[tuple[Labels, str], Cell], roles: AxisR
     if baseline is not None and cell.mode != roles.baseline and not cell.synchronous:
         delayed = _among(baseline.losses, pairs(baseline, reference))
         recovered = share_recovered(losses, reference.losses, delayed)
-    found = []
-    for seed, loss in losses.items():
-        curve = _curve(seed, cell, reference, chosen, roles)
-        found.append(token_penalty(curve, reference.losses[seed], loss))
-    penalty = mean_penalty([penalty for penalty in found if penalty is not None])
+    by_curve = {seed: reference.results[seed].validation for seed in losses}
+    by_length = {seed: _lengths(seed, cell, reference, chosen, roles) for seed in losses}
+    penalty, beyond = _read_off(by_curve, reference.losses, losses)
+    longer, beyond_lengths = _read_off(by_length, reference.losses, losses)
     return replace(
         cell,
         gap=paired_gap(losses, reference.losses),
         recovered=recovered,
-        penalty=None if penalty is None else penalty[0],
-        extrapolated=penalty is not None and penalty[1],
+        penalty=penalty,
+        extrapolated=beyond,
+        by_length=longer,
+        by_length_extrapolated=beyond_lengths,
     )
 
 
-def _curve(
+def _read_off(
+    curves: Mapping[str, Curve], synchronous: Mapping[str, float], losses: Mapping[str, float]
+) -> tuple[Estimate | None, bool]:
+    """The token penalty, each seed's off its own curve, and whether one lies beyond its curve."""
+    found = [token_penalty(curves[seed], synchronous[seed], loss) for seed, loss in losses.items()]
+    return mean_penalty([one for one in found if one is not None]) or (None, False)
+
+
+def _lengths(
     seed: str, cell: Cell, reference: Cell, chosen: Mapping[tuple[Labels, str], Cell], roles: AxisRoles
 ) -> Curve:
-    """Synchronous loss against tokens: by run length where the study has lengths, else within the paired run."""
+    """Final synchronous loss against tokens of the run, where the study has an axis of lengths."""
     if roles.length is None:
-        return reference.results[seed].validation
+        return []
     others = [
         sync
         for (group, mode), sync in chosen.items()

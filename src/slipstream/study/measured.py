@@ -38,7 +38,8 @@ def entries(study: str, cells: Sequence[Cell], roles: AxisRoles) -> list[Penalty
         cells, key=lambda cell: -max((run.tokens for run in cell.results.values()), default=0)
     )
     for cell in longest_first:
-        if cell.penalty is None or cell.group not in references:
+        penalty = cell.penalty or cell.by_length
+        if penalty is None or cell.group not in references:
             continue
         result = next(iter(cell.results.values()))
         named = _name(result, next(iter(references[cell.group].results.values())))
@@ -47,7 +48,7 @@ def entries(study: str, cells: Sequence[Cell], roles: AxisRoles) -> list[Penalty
         entry = Penalty(
             optimizer=result.key("optim.name"),
             correction=named,
-            penalty=round(max(1.0, cell.penalty.value), 4),
+            penalty=round(max(1.0, penalty.value), 4),
             batch_tokens=round(result.tokens / result.steps),
             parameters=result.parameters,
             source=_source(study, cell, roles, result),
@@ -81,11 +82,12 @@ def _kept(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _source(study: str, cell: Cell, roles: AxisRoles, result: Result) -> str:
-    assert cell.penalty is not None
-    seeds = cell.penalty.n
+    penalty = cell.penalty or cell.by_length
+    assert penalty is not None
+    seeds = penalty.n
     text = f"study {study}: {seeds} paired seed{'s' if seeds != 1 else ''}"
-    if cell.penalty.interval is not None:
-        low, high = cell.penalty.interval
+    if penalty.interval is not None:
+        low, high = penalty.interval
         text += f", 95 % interval [{low:.3f}, {high:.3f}]"
     text += (
         f"; {result.parameters / 1e6:.1f}M parameters, {result.tokens / result.parameters:.1f} tokens per parameter, "
@@ -97,8 +99,12 @@ def _source(study: str, cell: Cell, roles: AxisRoles, result: Result) -> str:
         text += (
             f", synchronous start of {100 * start:g} %" if start < 1 else f", synchronous start of {start:g}"
         )
-    curve = f"final losses by {roles.length}" if roles.length else "the synchronous run's own curve"
-    text += f"; read off {curve}" + (", extrapolated" if cell.extrapolated else "")
-    if cell.penalty.value < 1:
-        text += f"; measured {cell.penalty.value:.3f}, taken as 1"
+    if cell.penalty is not None:
+        text += "; read off the synchronous run's own curve" + (", extrapolated" if cell.extrapolated else "")
+        text += "" if cell.by_length is None else f" (by length {cell.by_length.value:.3f})"
+    else:
+        beyond = ", extrapolated" if cell.by_length_extrapolated else ""
+        text += f"; read off final losses by {roles.length or 'length'}{beyond}"
+    if penalty.value < 1:
+        text += f"; measured {penalty.value:.3f}, taken as 1"
     return f"{text}; runs {', '.join(one.digest for one in cell.results.values())}"

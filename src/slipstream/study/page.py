@@ -140,6 +140,10 @@ def notes_of(expansion: Expansion, results: Mapping[str, Result]) -> list[str]:
                 f"{point.name} broke on the way: its validation loss rose from {low:.2f} to {high:.2f}. "
                 "Gaps to or of such a run say little."
             )
+    if unknown := sum(1 for result in ended if not result.failed and not result.source):
+        notes.append(
+            f"{unknown} of {len(ended)} runs were made before a run noted the commit and fingerprint of its code."
+        )
     for attribute, what in (("device", "device"), ("data", "data"), ("held_out", "validation text")):
         kinds = sorted({getattr(result, attribute) for result in ended if getattr(result, attribute)})
         if len(kinds) > 1:

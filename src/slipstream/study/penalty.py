@@ -8,7 +8,7 @@ between its points:
     within a run   the validation curve of the paired synchronous run (same seed), its running minimum
     by length      the final losses of synchronous runs of several lengths, each with its own whole schedule
 
-The second is what a user pays who trains longer to make up for delay, and is used where a study has such
+The second is what a user pays who trains longer to make up for delay; both are told where a study has such
 runs. The first needs one run, but it leans on a learning rate that was still high at τ: it says how far behind
 the synchronous run the delayed one is, by the synchronous run's own clock. Beyond its ends a curve goes on
 with the slope of its last two points, and the penalty is marked as extrapolated.

@@ -50,6 +50,8 @@ class Result:
     data: str = ""  # fingerprint of what it trained on
     held_out: str = ""  # and of what its losses were measured on; "": made before that was noted
     versions: Mapping[str, str | None] = field(default_factory=dict)
+    commit: str = ""  # of the checkout it ran from; "": none, or made before that was noted
+    source: str = ""  # fingerprint of the code that ran
 
     def same_text(self, other: Result) -> bool:
         """Whether the two read the same tokens; losses on two texts are no pair."""
@@ -135,6 +137,8 @@ def read_folder(folder: Path) -> Result | None:
         data=str(data.get("fingerprint", "")),
         held_out=str(data.get("validation_fingerprint", "")),
         versions=versions,
+        commit=str(environment.get("commit") or ""),
+        source=str(environment.get("source") or ""),
     )
 
 
@@ -206,7 +210,7 @@ def _of_row(row: Mapping[str, Any]) -> Result:
     loss, settings = number(row.get("loss")), _checked(dict(row["settings"]))
     failed = row.get("failed") or ("" if loss is not None else "the loss is not finite")
     result = Result(**{**row, **curves, "loss": loss, "settings": settings, "failed": failed})
-    for name in ("digest", "run", "failed", "device", "data", "held_out"):
+    for name in ("digest", "run", "failed", "device", "data", "held_out", "commit", "source"):
         if not isinstance(getattr(result, name), str):
             raise ValueError(f"{name} is {getattr(result, name)!r:.40}, not a text")
     for name in ("steps", "tokens", "seconds", "skipped", "parameters"):

@@ -5,7 +5,8 @@
     share recovered  1 - gap(x) / gap(baseline), over the seeds all three have
 
 Pairing removes what a seed does to every mode alike (initialisation, order of the data), which is most of the
-spread between seeds. One seed gives a value and no interval: never an interval of zero.
+spread between seeds. One or two seeds give a value and no interval: of two, t(0.975, 1) = 12.7 makes one that says
+nothing but how far apart the two happened to lie.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+FEWEST = 3  # seeds that make an interval
+
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value from `n` seeds and its 95 % interval, None with fewer than two seeds."""
+    """A value from `n` seeds and its 95 % interval, None with fewer than `FEWEST` seeds."""
 
     value: float
     interval: tuple[float, float] | None
@@ -33,7 +36,7 @@ def standard_error(values: Sequence[float]) -> float | None:
 def interval(values: Sequence[float]) -> Estimate:
     """The mean with its t-interval."""
     mean, error = statistics.fmean(values), standard_error(values)
-    if error is None:
+    if error is None or len(values) < FEWEST:
         return Estimate(mean, None, len(values))
     half = t_quantile(len(values) - 1) * error
     return Estimate(mean, (mean - half, mean + half), len(values))

@@ -1,7 +1,8 @@
 """Cells -> tables, and tables as Markdown and CSV. The page (`page.py`) shows the same ones.
 
-Invariant: a number appears with how many seeds it rests on, and with an interval only where there are two or
-more. A figure from the simulator says so in its title.
+Invariant: a number appears with how many seeds it rests on, and with an interval only where there are three or
+more. A token penalty appears by curve and by length, wherever there are runs for both. A figure from the simulator
+says so in its title.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import io
 from collections.abc import Mapping, Sequence
 
 from slipstream.metrics.report_page import Table
-from slipstream.study.cells import AxisRoles, Cell, all_cells, compared, roles_of, slope_by_length, whole
-from slipstream.study.penalty import net_gain, penalty_of_gap, speedup
+from slipstream.study.cells import AxisRoles, Cell, all_cells, compared, roles_of, whole, with_slopes
+from slipstream.study.penalty import Speedup, net_gain, speedup
 from slipstream.study.results import Result
 from slipstream.study.statistics import Estimate
 from slipstream.study.sweep import Expansion, Point, Study, by_value
@@ -20,6 +21,7 @@ from slipstream.study.sweep import Expansion, Point, Study, by_value
 STAGES = (8, 16, 32)
 MICROBATCHES = (1, 2, 3)  # per stage
 NONE = "–"
+BY_CURVE, BY_LENGTH = "token penalty by curve", "token penalty by length"
 
 
 Compared = tuple[list[Cell], AxisRoles]
@@ -27,22 +29,25 @@ Compared = tuple[list[Cell], AxisRoles]
 
 def compared_cells(study: Study, expansion: Expansion, results: Mapping[str, Result]) -> Compared:
     """The rows of the loss table, and what the study calls its axes."""
+    rows, _, roles = _cells(study, expansion, results)
+    return rows, roles
+
+
+def _cells(
+    study: Study, expansion: Expansion, results: Mapping[str, Result]
+) -> tuple[list[Cell], list[Cell], AxisRoles]:
+    """The rows, and all cells: those of a cheaper grid too."""
     roles = roles_of(study)
-    return compared(whole(all_cells(expansion.points, results, roles)), roles), roles
+    cells = all_cells(expansion.points, results, roles)
+    cheaper = [cell for cell in cells if cell.tuning]
+    return with_slopes(compared(whole(cells), roles), cheaper, roles), cells, roles
 
 
 def tables(study: Study, expansion: Expansion, results: Mapping[str, Result]) -> list[Table]:
     """Everything a study says, in the order a reader wants it."""
-    roles = roles_of(study)
-    cells = all_cells(expansion.points, results, roles)
-    rows = compared(whole(cells), roles)
+    rows, cells, roles = _cells(study, expansion, results)
     cheaper = [cell for cell in cells if cell.tuning]
-    found = [
-        loss_table(rows, roles),
-        *gain_table(rows, roles),
-        *shorter_table(rows, cheaper, roles),
-        *grid_tables(cheaper or cells, roles),
-    ]
+    found = [loss_table(rows, roles), *gain_table(rows, roles), *grid_tables(cheaper or cells, roles)]
     return [table for table in found if table.rows]
 
 
@@ -50,7 +55,8 @@ def loss_table(cells: Sequence[Cell], roles: AxisRoles) -> Table:
     """Mean, standard error, paired gap, share recovered and token penalty of every group and mode."""
     axes = _axes(cells)
     header = [*axes, roles.mode, *roles.best, "seeds", "validation loss", f"gap to {roles.reference}"]
-    header += [f"share of {roles.baseline}'s gap recovered", "token penalty"]
+    header += [f"share of {roles.baseline}'s gap recovered", BY_CURVE]
+    header += [BY_LENGTH] if any(cell.by_length for cell in cells) else []
     body = []
     for cell in cells:
         labels, chosen = dict(cell.group), dict(cell.chosen)
@@ -67,21 +73,38 @@ def loss_table(cells: Sequence[Cell], roles: AxisRoles) -> Table:
                 _estimate(cell.gap, "+.4f"),
                 _percent(cell.recovered),
                 _estimate(cell.penalty, ".3f") + (" *" if cell.extrapolated else ""),
+                *(
+                    [_estimate(cell.by_length, ".3f") + (" *" if cell.by_length_extrapolated else "")]
+                    if BY_LENGTH in header
+                    else []
+                ),
             ]
         )
-    curve = (
-        f"the curve of final synchronous losses by {roles.length}"
-        if roles.length
-        else "the validation curve of the paired synchronous run"
-    )
     note = (
         "Validation loss at the master after the last update: mean ± standard error over seeds. Gap: paired by "
-        f"seed, 95 % t-interval in brackets. Token penalty: tokens at which {curve} reached the "
-        "reference's loss / tokens at which it was at this mode's."
+        "seed, 95 % t-interval in brackets where there are three seeds or more. Token penalty: how many times the "
+        "tokens are needed to reach the synchronous loss. By curve: tokens at which the validation curve of the paired "
+        "synchronous run reached the reference's loss / tokens at which it was at this mode's."
     )
-    if any(cell.extrapolated for cell in cells):
-        note += " *: extrapolated beyond that curve."
+    if BY_LENGTH in header:
+        note += _how_by_length(cells, roles)
+    if any(cell.extrapolated or cell.by_length_extrapolated for cell in cells):
+        note += " *: extrapolated beyond the curve."
     return Table(header, body, title="Loss", note=note)
+
+
+def _how_by_length(cells: Sequence[Cell], roles: AxisRoles) -> str:
+    if roles.length:
+        return f" By length: the same, on the curve of final synchronous losses by {roles.length}."
+    slopes = {cell.group: cell.slope for cell in cells if cell.slope is not None}
+    told = ", ".join(
+        f"{' '.join(label for _, label in group)} {slope:.4f}".strip() for group, slope in slopes.items()
+    )
+    return (
+        " By length: exp(gap / slope), its interval the gap's alone; slope is how far the final synchronous loss falls "
+        "per e-fold of tokens between the best run of the shorter grid and the whole run of the same seed, each with "
+        f"its own schedule: {told}."
+    )
 
 
 def _seeds(cell: Cell, roles: AxisRoles) -> str:
@@ -92,29 +115,25 @@ def _seeds(cell: Cell, roles: AxisRoles) -> str:
 
 def gain_table(cells: Sequence[Cell], roles: AxisRoles) -> list[Table]:
     """Speed-up over the fastest synchronous schedule divided by the penalty, for some pipelines."""
-    paying = [cell for cell in cells if cell.penalty is not None and not cell.synchronous]
+    paying = [cell for cell in cells if (cell.penalty or cell.by_length) and not cell.synchronous]
     if not paying:
         return []
-    axes = _axes(cells)
+    axes, both = _axes(cells), any(cell.by_length for cell in paying)
     places = [(stages, stages * factor) for stages in STAGES for factor in MICROBATCHES]
     speeds = [speedup(stages, microbatches) for stages, microbatches in places]
-    header = [*axes, roles.mode, *(f"P={p} m={m}" for p, m in places)]
-    blank = [""] * len(axes)
+    header = [*axes, roles.mode, *(["penalty"] if both else []), *(f"P={p} m={m}" for p, m in places)]
+    blank, unread = [""] * len(axes), [""] if both else []
     body = [
-        [*blank, "fastest synchronous schedule", *(speed.rival for speed in speeds)],
-        [*blank, "speed-up of 2BW over it", *(f"{speed.factor:.3f}" for speed in speeds)],
+        [*blank, "fastest synchronous schedule", *unread, *(speed.rival for speed in speeds)],
+        [*blank, "speed-up of 2BW over it", *unread, *(f"{speed.factor:.3f}" for speed in speeds)],
     ]
     for cell in paying:
         labels = dict(cell.group)
-        assert cell.penalty is not None
-        gains = [
-            _estimate(net_gain(speed, cell.penalty, cell.flushed_share), ".3f")
-            if cell.old * speed.microbatches > speed.stages - 0.5
-            else NONE
-            for speed in speeds
-        ]
-        start = [labels.get(axis, NONE) for axis in axes]
-        body.append([*start, cell.mode, *gains])
+        start = [*(labels.get(axis, NONE) for axis in axes), cell.mode]
+        for reading, penalty in (("by curve", cell.penalty), ("by length", cell.by_length)):
+            if penalty is not None:
+                gains = [_gain(cell, speed, penalty) for speed in speeds]
+                body.append([*start, *([reading] if both else []), *gains])
     note = (
         "Simulated speed, measured penalty: the speed-up comes from the schedule simulator (backward = 2 forward, "
         "equal stages, free links and updates) over the fastest synchronous schedule that keeps no more "
@@ -126,30 +145,10 @@ def gain_table(cells: Sequence[Cell], roles: AxisRoles) -> list[Table]:
     return [Table(header, body, title="Net gain (simulated)", note=note)]
 
 
-def shorter_table(rows: Sequence[Cell], cheaper: Sequence[Cell], roles: AxisRoles) -> list[Table]:
-    """What gaps are worth by the losses of shorter synchronous runs, where a grid was tuned on such runs."""
-    references = {cell.group: cell for cell in rows if cell.mode == roles.reference}
-    slopes = {group: slope_by_length(cell, cheaper) for group, cell in references.items()}
-    axes = _axes(rows)
-    body = []
-    for cell in rows:
-        slope = slopes.get(cell.group)
-        if slope is None or cell.gap is None:
-            continue
-        labels = dict(cell.group)
-        worth = penalty_of_gap(cell.gap, slope)
-        body.append(
-            [*(labels.get(axis, NONE) for axis in axes), cell.mode, f"{slope:.4f}", _estimate(worth, ".3f")]
-        )
-    if not body:
-        return []
-    note = (
-        "The other reading of the token penalty: how much longer to train to make up for the gap. Slope: how far the "
-        "final synchronous loss falls per e-fold of tokens between the best run of the shorter grid and the whole run "
-        "of the same seed, each with its own schedule. Penalty = exp(gap / slope); its interval is the gap's alone."
-    )
-    header = [*axes, roles.mode, "slope", "token penalty by length"]
-    return [Table(header, body, title="Token penalty by length", note=note)]
+def _gain(cell: Cell, speed: Speedup, penalty: Estimate) -> str:
+    if cell.old * speed.microbatches <= speed.stages - 0.5:
+        return NONE
+    return _estimate(net_gain(speed, penalty, cell.flushed_share), ".3f")
 
 
 def grid_tables(cells: Sequence[Cell], roles: AxisRoles) -> list[Table]:
@@ -180,7 +179,7 @@ def grid_tables(cells: Sequence[Cell], roles: AxisRoles) -> list[Table]:
 def runs_table(points: Sequence[Point], results: Mapping[str, Result]) -> Table:
     """Every run, so that each number above can be traced to its folder or its line of the export."""
     axes = list(dict.fromkeys(axis for point in points for axis in point.labels))
-    header = [*axes, "loss", "tokens", "tokens/s", "seconds", "skipped", "run", "problem"]
+    header = [*axes, "loss", "tokens", "tokens/s", "seconds", "skipped", "run", "text", "code", "problem"]
     body = []
     for point in points:
         result = results.get(point.digest)
@@ -190,6 +189,7 @@ def runs_table(points: Sequence[Point], results: Mapping[str, Result]) -> Table:
         loss = "" if result.loss is None else f"{result.loss:.6f}"
         speed = "" if result.tokens_per_second is None else f"{result.tokens_per_second:.0f}"
         row = [loss, f"{result.tokens:.0f}", speed, f"{result.seconds:.1f}", str(result.skipped), result.run]
+        row += [result.data[:12], result.commit or result.source[:12]]
         body.append([*labels, *row, result.failed.partition("\n")[0]])
     return Table(header, body, title="Runs")
 
@@ -213,7 +213,9 @@ def as_csv(cells: Sequence[Cell], roles: AxisRoles) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     estimates = [
-        f"{name}{part}" for name in ("gap", "recovered", "penalty") for part in ("", "_low", "_high")
+        f"{name}{part}"
+        for name in ("gap", "recovered", "penalty", "penalty_by_length")
+        for part in ("", "_low", "_high")
     ]
     writer.writerow(
         [
@@ -226,12 +228,13 @@ def as_csv(cells: Sequence[Cell], roles: AxisRoles) -> str:
             "standard_error",
             *estimates,
             "extrapolated",
+            "by_length_extrapolated",
         ]
     )
     for cell in cells:
         labels, chosen = dict(cell.group), dict(cell.chosen)
         numbers = [cell.mean, cell.error]
-        for estimate in (cell.gap, cell.recovered, cell.penalty):
+        for estimate in (cell.gap, cell.recovered, cell.penalty, cell.by_length):
             around = (estimate.interval if estimate else None) or (None, None)
             numbers += [estimate.value if estimate else None, *around]
         start = [*(labels.get(axis, "") for axis in axes), cell.mode]
@@ -241,7 +244,7 @@ def as_csv(cells: Sequence[Cell], roles: AxisRoles) -> str:
             str(len(cell.failed)),
         ]
         plain = ["" if value is None else f"{value:.6g}" for value in numbers]
-        writer.writerow([*start, *plain, int(cell.extrapolated)])
+        writer.writerow([*start, *plain, int(cell.extrapolated), int(cell.by_length_extrapolated)])
     return file.getvalue()
 
 

@@ -15,25 +15,20 @@ import os
 import platform
 import secrets
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
-
-import torch
-import torch.distributed as dist
 
 from slipstream.config import Change, Config, from_tree, to_toml
 from slipstream.errors import CheckpointError, DiskError, InUseError, UserError
 from slipstream.formats import parse_toml
 from slipstream.metrics.events import EVENTS_FILE, number, read_run
 from slipstream.metrics.record import Cut, cut_back, finished_at, has_event
-from slipstream.train import checkpoint, cutovers
+from slipstream.train import checkpoint, cutovers, provenance
 from slipstream.train.build import learning_rate
 from slipstream.train.claim import LOCK_FILE, refuse_foreign
 from slipstream.train.transformers_model import changed_description
@@ -168,14 +163,13 @@ def write_environment(
     folder: Path, config: Config, data: dict[str, Any], device: str, command: str = ""
 ) -> None:
     """Versions, machine, seeds, data: what a number in events.jsonl rests on."""
-    packages = ["slipstream", "numpy", "pytorch-optimizer", "safetensors", "tokenizers"]
-    if config.model.hf is not None:
-        packages.append("transformers")
+    more = () if config.model.hf is None else ("transformers",)
     environment = {
         "command": command or shlex.join(sys.argv),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in packages} | _torch_versions(),
-        "commit": _commit(),
+        "versions": provenance.versions(*more),
+        "commit": provenance.commit(),
+        "source": provenance.source_fingerprint(),
         "platform": platform.platform(),
         "host": platform.node(),
         "cpus": os.cpu_count(),
@@ -185,29 +179,6 @@ def write_environment(
         "time": time.time(),
     }
     (folder / "environment.json").write_text(json.dumps(environment, indent=2), encoding="utf-8")
-
-
-def _torch_versions() -> dict[str, str]:
-    found = {"torch": str(torch.__version__)}
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        from torch.cuda import nccl
-
-        found["nccl"] = ".".join(str(part) for part in nccl.version())
-    return found
-
-
-def _commit() -> str | None:
-    """Of the checkout this package is run from, with a mark where files differ from it; None outside of one."""
-    home = Path(__file__).parent
-    words = ["git", "-C", str(home), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        tracked = subprocess.run(
-            ["git", "-C", str(home), "ls-files", "--error-unmatch", __file__], capture_output=True, timeout=10
-        )
-        found = subprocess.run(words, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() or None if tracked.returncode == 0 and found.returncode == 0 else None
 
 
 def _ended(folder: Path, config: Config, data_fingerprint: str) -> Plan | None:
@@ -368,10 +339,3 @@ def _family(config: Config) -> str:
     if config.synchronous or config.pipeline.delay == 0:
         return "synchronous"
     return f"delay {config.pipeline.delay}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -1,0 +1,185 @@
+"""The picture of docs/results: Muon's gap against the size of the model, and token penalties by both readings.
+
+Everything is read from the tables of docs/results, of which `slipstream study table` makes all but `published.csv`.
+
+    python tools/size_figure.py        draws docs/figures/gap-against-size.svg and prints the rows of net_gain.md
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+FIGURE = RESULTS.parent / "figures" / "gap-against-size.svg"
+# study, what picks its rows, name of the setting
+OURS = (
+    ("cpu-size", {"size": "0.5M"}, "0.46M"),
+    ("cpu-size", {"size": "1M"}, "1.3M"),
+    ("b-muon-adamw", {"optimizer": "muon"}, "8M (B)"),
+    ("a-cutover", {"optimizer": "muon"}, "42M (A)"),
+)
+MODES = {"delay": "one update of delay", "ef": "with error feedback", "ef 1/3": "and only a third of it old"}
+COLOURS = {"delay": "#c51b7d", "ef": "#2166ac", "ef 1/3": "#1b7837"}
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 400, 64, 76, 20, 66
+SIZES, GAPS = (2.5e5, 2.2e10), (-0.03, 0.09)
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A gap to synchronous training; without `low` and `high` it has no interval."""
+
+    setting: str
+    mode: str
+    parameters: float
+    tokens_per_parameter: float
+    gap: float
+    low: float | None
+    high: float | None
+    published: bool
+
+
+def table(name: str) -> list[dict[str, str]]:
+    with (RESULTS / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def dots() -> list[Dot]:
+    found = []
+    for study, wanted, setting in OURS:
+        size, tokens = _size(study, wanted)
+        for row in table(study):
+            if row["mode"] in MODES and all(row[axis] == label for axis, label in wanted.items()):
+                around = (_number(row["gap_low"]), _number(row["gap_high"]))
+                gap = float(row["gap"])
+                found.append(Dot(setting, row["mode"], size, tokens / size, gap, *around, published=False))
+    for row in table("published"):
+        if row["gap"]:
+            size, ratio = float(row["parameters"]), float(row["tokens_per_parameter"])
+            gap = float(row["gap"])
+            found.append(Dot(row["model"], row["mode"], size, ratio, gap, None, None, published=True))
+    return found
+
+
+def _size(study: str, wanted: dict[str, str]) -> tuple[float, float]:
+    """Parameters and tokens of the whole runs that a setting's rows are made of."""
+    named = {row["run"] for row in table(f"{study}-runs") if all(row[k] == v for k, v in wanted.items())}
+    with gzip.open(RESULTS / f"{study}.jsonl.gz", "rt") as file:
+        runs = [run for line in file if (run := json.loads(line))["run"] in named]
+    longest = max(runs, key=lambda run: run["tokens"])
+    return longest["parameters"], longest["tokens"]
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
+
+
+def slope_of_a() -> float:
+    """Setting A: how far the final synchronous loss falls per e-fold of tokens, from 600 updates to 2400."""
+    final = {
+        row["updates"]: float(row["mean"])
+        for row in table("a-length")
+        if (row["batch"], row["mode"]) == ("16k", "sync")
+    }
+    return (final["600"] - final["2400"]) / math.log(2400 / 600)
+
+
+def penalty_rows() -> list[str]:
+    """Rows of net_gain.md: gap, token penalty by curve and by length, of Muon in both settings."""
+    names = {"delay": "delay", "ef": "error feedback", "ef+start": "and a start of 10 %"}
+    names |= {"ef+start20": "and a start of 20 %", "ef 1/2": "half of it old", "ef 1/3": "a third of it old"}
+    rows, slope = [], slope_of_a()
+    for setting, study in (("8M, B", "b-muon-adamw"), ("42M, A", "a-core"), ("42M, A", "a-cutover")):
+        for row in table(study):
+            known = study == "a-cutover" and row["mode"] in ("delay", "ef")
+            if row["optimizer"] != "muon" or row["mode"] not in names or known:
+                continue
+            gap = _estimate(row, "gap", "+.3f")
+            worth, key = row, "penalty_by_length"
+            if not row[key]:  # A's other lengths are in another study
+                gaps = {end: _number(row[f"gap{end}"]) for end in ("", "_low", "_high")}
+                worth = {
+                    key + end: "" if gap is None else str(math.exp(gap / slope)) for end, gap in gaps.items()
+                }
+            by_length = _estimate(worth, key, ".3f")
+            cells = [
+                setting,
+                names[row["mode"]],
+                row["seeds"],
+                gap,
+                _estimate(row, "penalty", ".3f"),
+                by_length,
+            ]
+            rows.append("| " + " | ".join(cells) + " |")
+    return rows
+
+
+def _estimate(row: dict[str, str], key: str, form: str) -> str:
+    value, low, high = (_number(row[f"{key}{part}"]) for part in ("", "_low", "_high"))
+    assert value is not None
+    return f"{value:{form}}" if low is None or high is None else f"{value:{form}} [{low:.3f}, {high:.3f}]"
+
+
+def draw(found: list[Dot]) -> str:
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        'font-size="12" role="img" aria-label="Gap in validation loss against parameters of the model">',
+        f"<metadata>{json.dumps([asdict(dot) for dot in found])}</metadata>",
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
+        _text(LEFT, 22, "Muon: how much higher the final validation loss is than without delay", size=14),
+    ]
+    for number, (mode, label) in enumerate(MODES.items()):
+        parts += [_mark(LEFT + 8 + 180 * number, 44, COLOURS[mode], published=False)]
+        parts += [_text(LEFT + 20 + 180 * number, 48, label)]
+    parts += [_mark(LEFT + 8 + 545, 44, "#555", published=True), _text(LEFT + 565, 48, "published")]
+    parts += [_text(LEFT, 66, "Bars: 95 % intervals over paired seeds (3, 3, 5, 3).", colour="#555", size=11)]
+    for hundredths in range(-2, 9, 2):
+        y, colour = _y(hundredths / 100), "#888" if hundredths == 0 else "#e4e4e4"
+        parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="{colour}"/>')
+        label = f"{hundredths / 100:+.2f}" if hundredths else "0"
+        parts.append(_text(LEFT - 8, y + 4, label, anchor="end"))
+    for setting in dict.fromkeys(dot.setting for dot in found):
+        one = next(dot for dot in found if dot.setting == setting)
+        parts.append(_text(_x(one.parameters), HEIGHT - BOTTOM + 18, setting, anchor="middle"))
+        ratio = f"{one.tokens_per_parameter:.2g}"
+        parts.append(_text(_x(one.parameters), HEIGHT - BOTTOM + 34, ratio, anchor="middle", colour="#555"))
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    parts.append(_text(middle, HEIGHT - 10, "parameters; below them, tokens per parameter", anchor="middle"))
+    for dot in found:
+        x = _x(dot.parameters) + 11 * (list(MODES).index(dot.mode) - 0.5)
+        if dot.low is not None and dot.high is not None:
+            ends = f"M{x:.1f} {_y(dot.low):.1f}V{_y(dot.high):.1f}"
+            parts.append(f'<path d="{ends}" stroke="{COLOURS[dot.mode]}" stroke-width="2"/>')
+        parts.append(_mark(x, _y(dot.gap), COLOURS[dot.mode], dot.published))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _mark(x: float, y: float, colour: str, published: bool) -> str:
+    if published:
+        shape = f"M{x:.1f} {y - 6:.1f}l6 6l-6 6l-6 -6z"
+        return f'<path d="{shape}" fill="#fff" stroke="{colour}" stroke-width="2"/>'
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"/>'
+
+
+def _x(parameters: float) -> float:
+    low, high = (math.log(size) for size in SIZES)
+    return LEFT + (math.log(parameters) - low) / (high - low) * (WIDTH - LEFT - RIGHT)
+
+
+def _y(gap: float) -> float:
+    return TOP + (GAPS[1] - gap) / (GAPS[1] - GAPS[0]) * (HEIGHT - TOP - BOTTOM)
+
+
+def _text(
+    x: float, y: float, text: str, *, anchor: str = "start", colour: str = "#222", size: int = 12
+) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" font-size="{size}">{text}</text>'
+
+
+if __name__ == "__main__":
+    FIGURE.write_text(draw(dots()))
+    print("\n".join(penalty_rows()))
