@@ -92,6 +92,7 @@ class Versions:
         self.owned = list(range(len(self.names)))  # fewer where the optimizer is sharded
         self.compact: Compact | None = None
         self.partial = False  # the master holds what is owned, and nothing for the rest
+        self.lost = False  # nor that any more
         self._reading: dict[Part, Replica] = {}
         self.buffers = [name for name, _ in master.named_buffers() if name not in not_saved]
         self._unchecked = [name for name in self.buffers if name not in caches(master)]
