@@ -141,3 +141,65 @@ def test_a_captured_state_has_the_rates_of_its_next_group_whenever_the_update_ra
         scheduler.step()
     assert captured == pytest.approx({group: 0.05 / (2 + group) for group in range(3)})
     assert engine.state_dict()["hyper"]["weight"]["lr"] == pytest.approx(0.05 / 6)
+
+
+def narrow(group=0):
+    x, y = batch(group)
+    return x.bfloat16(), y
+
+
+def compact(**options):
+    module = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+    return module, schedule(module, bank_dtype=torch.bfloat16, cutover=1, compact_master=True, **options)
+
+
+def test_no_part_of_a_module_saves_weights_that_it_does_not_hold():
+    module, engine = compact()
+    for part in (module, module[0]):
+        with pytest.raises(UserError, match="does not hold its weights"):
+            part.state_dict()
+    assert module[1].state_dict() == {}
+    with engine.gathered_master():
+        with engine.gathered_master():
+            pass
+        assert module[0].state_dict().keys() == {"weight", "bias"}, "still, after the inner one"
+    engine.close()
+    assert module[0].state_dict()["weight"].shape == (3, 3)
+
+
+def test_a_schedule_that_failed_gives_a_compact_module_its_weights_back():
+    failing = []
+
+    def loss(output, target):
+        if failing:
+            raise ValueError("no such target")
+        return squared(output, target)
+
+    module, engine = compact(loss_fn=loss)
+    for group in range(3):
+        engine.step(narrow(group)[0], target=narrow(group)[1])
+    with engine.gathered_master():
+        expected = cloned_state(module.state_dict())
+    failing.append(True)
+    with pytest.raises(ValueError, match="no such target"), engine:
+        engine.step(narrow(3)[0], target=narrow(3)[1])
+    found = module.state_dict()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    assert engine.master is module
+
+
+def test_weights_that_were_lost_inside_an_update_are_not_taken_for_weights():
+    module, engine = compact()
+
+    def fail():
+        raise ValueError("no step")
+
+    engine.step(narrow()[0], target=narrow()[1])
+    engine.optimizer.step = fail
+    with pytest.raises(ValueError, match="no step"), engine:
+        engine.step(narrow()[0], target=narrow()[1])
+    with pytest.raises(UserError, match="failed inside an update, and its weights with it"):
+        module.state_dict()
+    with pytest.raises(UserError, match="failed inside an update, and its weights with it"):
+        engine.master  # noqa: B018
+    assert module[0].weight.isnan().all(), "not memory that is gone"

@@ -11,16 +11,21 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 
 import pytest
+from torch import nn
 
+from slipstream.pipeline.versions import Versions
 from slipstream.schedule.actions import Kind
 from slipstream.schedule.asynchronous import warm_up_2bw
+from slipstream.schedule.cutover import Cutover
 from slipstream.schedule.generate import build
 
-# Kernels: S and r are the two halves of an activation's message, s and R those of a gradient's.
+# Kernels: S and r are the two halves of an activation's message, s and R those of a gradient's, D what the data ranks
+# of a stage do together.
+NAMES = ("S", "r", "s", "R", "D", "compute")
 QUEUES = {
-    "streams of their own": {name: name for name in ("S", "r", "s", "R", "compute")},
-    "one queue for messages": {**dict.fromkeys("SrsR", "messages"), "compute": "compute"},
-    "one queue for everything": dict.fromkeys(("S", "r", "s", "R", "compute"), "all"),
+    "streams of their own": {name: name for name in NAMES},
+    "one queue for messages": {**dict.fromkeys("SrsR", "messages"), "D": "D", "compute": "compute"},
+    "one queue for everything": dict.fromkeys(NAMES, "all"),
 }
 OTHER_HALF = {"S": (1, "r"), "r": (-1, "S"), "R": (1, "s"), "s": (-1, "R")}
 
@@ -28,88 +33,117 @@ OTHER_HALF = {"S": (1, "r"), "r": (-1, "S"), "R": (1, "s"), "s": (-1, "R")}
 class Model:
     """`early`: receives of gradients are queued with the sends of their activations, as if it did no harm."""
 
+    data_ranks = 1
+
     def __init__(self, stages, microbatches, queues, in_flight=None, cutover=None, early=False, groups=3):
         self.stages, self.queues, self.early = stages, QUEUES[queues], early
+        self.ranks = self.data_ranks * stages  # data-major
+        self.microbatches = microbatches
         self.warm_up = warm_up_2bw(stages, microbatches, in_flight)
         self.cutover = microbatches if cutover is None else cutover
         self.schedule = build("2bw", stages, microbatches, groups, in_flight=in_flight, cutover=self.cutover)
-        self.queued = defaultdict(deque)  # (stage, queue) -> kernels that are not done, in order
+        self.queued = defaultdict(deque)  # (rank, queue) -> kernels that are not done, in order
         self.done = set()
         self.needs = {}  # kernel -> kernels of its own device that must be done before
         self.sent, self.ready = (
             Counter(),
             Counter(),
-        )  # notices of the stage before, by the stage that hears them
+        )  # notices of the rank before, by the rank that hears them
         self.held = defaultdict(deque)  # gradients that are not queued yet
-        self.told = defaultdict(set)  # group -> stages that have told their norms
+        self.told = defaultdict(set)  # group -> ranks that have told their norms
 
-    def host(self, stage, actions):
+    def host(self, rank, actions):
         """What a host does; it yields what it waits for, and whether it looks after its neighbours meanwhile."""
-        last = stage == self.stages - 1
+        first, last = rank % self.stages == 0, rank % self.stages == self.stages - 1
         awaited, received = deque(), 0
         for kind, _, microbatch, group, _ in actions:
             at = (group, microbatch)
             if kind is Kind.FORWARD:
                 if microbatch == 0 and group > 1:
-                    yield lambda group=group: len(self.told[group - 2]) == self.stages, True
+                    yield from self.finish(rank, group - 2, bank=True)
                 if microbatch == self.cutover and group > 0:  # the weights of the update before
-                    yield lambda group=group: len(self.told[group - 1]) == self.stages, True
-                if stage > 0:
-                    yield lambda received=received: self.sent[stage] > received, True
+                    yield from self.finish(rank, group - 1)
+                if not first:
+                    yield lambda received=received: self.sent[rank] > received, True
                     received += 1
-                    self.queue(stage, "r", at)
-                self.queue(stage, "compute", ("F", *at), *([(stage, "r", at)] if stage > 0 else []))
+                    self.queue(rank, "r", at)
+                self.queue(rank, "compute", ("F", *at), *([] if first else [(rank, "r", at)]))
                 if not last:
-                    self.queue(stage, "S", at, (stage, "compute", ("F", *at)))
-                    self.sent[stage + 1] += 1
+                    self.queue(rank, "S", at, (rank, "compute", ("F", *at)))
+                    self.sent[rank + 1] += 1
                     awaited.append(at)
-                    while len(awaited) > (0 if self.early else self.warm_up[stage + 1]):
-                        self.post(stage, awaited.popleft())
+                    while len(awaited) > (0 if self.early else self.warm_up[rank % self.stages + 1]):
+                        self.post(rank, awaited.popleft())
             elif kind is Kind.BACKWARD:
                 if not last and at in awaited:
-                    self.post(stage, awaited.popleft())
-                self.queue(stage, "compute", ("B", *at), *([] if last else [(stage, "R", at)]))
-                if stage > 0:
-                    self.held[stage].append(at)
-                    self.attend(stage)
+                    self.post(rank, awaited.popleft())
+                if microbatch == 0:
+                    self.settle(rank)
+                self.queue(rank, "compute", ("B", *at), *([] if last else [(rank, "R", at)]))
+                if not first:
+                    self.held[rank].append(at)
+                    self.attend(rank)
+                self.passed(rank, group, microbatch)
             else:
-                self.told[group].add(stage)
-            yield lambda: not any(self.queued[stage, queue] for queue in set(self.queues.values())), False
+                self.update(rank, group)
+            yield lambda: not any(self.queued[rank, queue] for queue in set(self.queues.values())), False
+        yield from self.drain(rank)
 
-    def post(self, stage, at):
-        self.queue(stage, "R", at)
-        self.ready[stage + 1] += 1
+    # What an update does, on one data rank: it tells its norms as soon as it begins.
 
-    def attend(self, stage):
-        while self.held[stage] and self.ready[stage] > 0:
-            self.ready[stage] -= 1
-            at = self.held[stage].popleft()
-            self.queue(stage, "s", at, (stage, "compute", ("B", *at)))
+    def update(self, rank, group):
+        self.told[group].add(rank)
 
-    def queue(self, stage, name, at, *needs):
-        kernel = (stage, name, at)
+    def finish(self, rank, group, bank=False):
+        yield lambda: len(self.told[group]) == self.ranks, True
+
+    def settle(self, rank):
+        pass
+
+    def passed(self, rank, group, microbatch):
+        pass
+
+    def drain(self, rank):
+        yield from ()
+
+    def post(self, rank, at):
+        self.queue(rank, "R", at)
+        self.ready[rank + 1] += 1
+
+    def attend(self, rank):
+        while self.held[rank] and self.ready[rank] > 0:
+            self.ready[rank] -= 1
+            at = self.held[rank].popleft()
+            self.queue(rank, "s", at, (rank, "compute", ("B", *at)))
+
+    def queue(self, rank, name, at, *needs):
+        kernel = (rank, name, at)
         self.needs[kernel] = needs
-        self.queued[stage, self.queues[name]].append(kernel)
+        self.queued[rank, self.queues[name]].append(kernel)
+        return kernel
 
     def runs(self, kernel):
         """Whether a kernel is at the head of its queue with all it needs."""
-        stage, name, _ = kernel
-        line = self.queued[stage, self.queues[name]]
+        rank, name, _ = kernel
+        line = self.queued[rank, self.queues[name]]
         return bool(line) and line[0] == kernel and self.done.issuperset(self.needs[kernel])
+
+    def together(self, kernel):
+        """The kernels that run with this one, itself among them."""
+        rank, name, at = kernel
+        if name == "D":
+            return [(other, name, at) for other in range(rank % self.stages, self.ranks, self.stages)]
+        if name == "compute":
+            return [kernel]
+        place, other = OTHER_HALF[name]
+        return [kernel, (rank + place, other, at)]
 
     def device(self):
         """Do what can be done; whether anything was."""
         any_done = False
         for line in list(self.queued.values()):
-            while line and self.runs(line[0]):
-                kernel = line[0]
-                together = [kernel]
-                if kernel[1] != "compute":
-                    place, other = OTHER_HALF[kernel[1]]
-                    together.append((kernel[0] + place, other, kernel[2]))
-                    if not self.runs(together[1]):
-                        break
-                for each in together:
+            while line and all(self.runs(kernel) for kernel in self.together(line[0])):
+                for each in self.together(line[0]):
                     self.queued[each[0], self.queues[each[1]]].popleft()
                     self.done.add(each)
                 any_done = True
@@ -117,23 +151,125 @@ class Model:
 
     def ends(self):
         """Whether every host gets through its program and every kernel runs."""
-        hosts = {stage: self.host(stage, actions) for stage, actions in enumerate(self.schedule.ranks)}
-        waits = {stage: next(host) for stage, host in hosts.items()}
+        hosts = {rank: self.host(rank, self.schedule.ranks[rank % self.stages]) for rank in range(self.ranks)}
+        waits = {rank: next(host) for rank, host in hosts.items()}
         moved = True
         while moved:
             moved = self.device()
-            for stage in range(self.stages):
-                arrived, attentive = waits.get(stage, (lambda: True, True))  # a drain is attentive
+            for rank in range(self.ranks):
+                arrived, attentive = waits.get(rank, (lambda: True, True))  # a drain is attentive
                 if attentive or arrived():
-                    moved |= bool(self.held[stage] and self.ready[stage])
-                    self.attend(stage)
-                if stage in waits and arrived():
+                    moved |= bool(self.held[rank] and self.ready[rank])
+                    self.attend(rank)
+                if rank in waits and arrived():
                     moved = True
-                    if (following := next(hosts[stage], None)) is None:
-                        del waits[stage]
+                    if (following := next(hosts[rank], None)) is None:
+                        del waits[rank]
                     else:
-                        waits[stage] = following
+                        waits[rank] = following
         return not waits and not any(self.queued.values()) and not any(self.held.values())
+
+
+class Sharded(Model):
+    """Two data ranks and a sharded optimizer: an update reduces, tells its norms, steps and gathers.
+
+    The first data rank goes on with its updates whenever it can, the second only where it must. A gather that is put
+    off begins at one place of the program on both, when its room has become free. `unordered`: not before the next
+    reduction, if that place comes later. `late_room`: on the second data rank the room is free some time later.
+    """
+
+    data_ranks = 2
+
+    def __init__(self, *args, unordered=False, late_room=False, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.unordered, self.late_room = unordered, late_room
+        self.spent = defaultdict(lambda: -1)  # the last group whose bank nobody reads any more
+        self.pending = defaultdict(deque)  # [group, its steps, what they wait for]
+        self.late = defaultdict(deque)  # [group, its kernel once it is queued]: banks that are gathered later
+        self.reduced = defaultdict(lambda: -1)
+        self.before = defaultdict(list)  # kernels that the next one of the compute stream waits for
+
+    def queue(self, rank, name, at, *needs):
+        if name == "compute":
+            needs, self.before[rank] = (*needs, *self.before[rank]), []
+        return super().queue(rank, name, at, *needs)
+
+    def steps(self, rank, group):
+        """An update; it yields (whether that is done, whether only the stream waits)."""
+        if not self.unordered:
+            for late in self.late[rank]:
+                self.start(rank, late)
+        last = (rank, "compute", ("B", group, self.microbatches - 1))
+        kernel = self.queue(rank, "D", ("reduce", group), last)
+        yield lambda: kernel in self.done, True
+        self.before[rank].append(kernel)
+        self.reduced[rank] = group
+        norms = self.queue(rank, "compute", ("norms", group))
+        yield lambda: norms in self.done, False
+        self.told[group].add(rank)
+        yield lambda: len(self.told[group]) == self.ranks, False
+        step = self.queue(rank, "compute", ("step", group))
+        gathered = self.queue(rank, "D", ("gather", group), step)
+        yield lambda: gathered in self.done, True
+        self.before[rank].append(gathered)
+        if 0 < self.cutover < self.microbatches:  # what was gathered is z; the bank comes when there is room
+            self.late[rank].append([group, None])
+
+    def start(self, rank, late):
+        group, kernel = late
+        late[1] = kernel or self.queue(rank, "D", ("bank", group), (rank, "compute", ("step", group)))
+
+    def go_on(self, rank, force=False):
+        """One step of the oldest update, if it need not wait; `force`: the stream may. Whether there was one."""
+        pending = self.pending[rank]
+        if not pending:
+            return False
+        arrived, in_stream = pending[0][2] or (lambda: True, True)
+        if not (arrived() or (force and in_stream)):
+            return False
+        pending[0][2] = next(pending[0][1], None)
+        if pending[0][2] is None:
+            pending.popleft()
+        return True
+
+    def update(self, rank, group):
+        self.pending[rank].append([group, self.steps(rank, group), None])
+        if len(self.pending[rank]) == 1:
+            self.go_on(rank)
+        self.look(rank)
+
+    def look(self, rank):
+        while rank < self.stages and self.go_on(rank):
+            pass
+        self.use_room(rank)
+
+    def settle(self, rank):
+        while self.pending[rank] and self.reduced[rank] < self.pending[rank][0][0]:
+            assert self.go_on(rank, force=True)
+
+    def passed(self, rank, group, microbatch):
+        published = all(pending[0] >= group for pending in self.pending[rank])
+        if microbatch >= self.cutover - 1 and published and not (self.late_room and rank >= self.stages):
+            self.spent[rank] = group
+        self.look(rank)
+
+    def use_room(self, rank):
+        for late in self.late[rank]:
+            if late[0] < self.spent[rank]:
+                self.start(rank, late)
+
+    def finish(self, rank, group, bank=False):
+        while self.pending[rank] and self.pending[rank][0][0] <= group:
+            if not self.go_on(rank, force=True):
+                yield self.pending[rank][0][2][0], True
+        self.use_room(rank)
+        while bank and self.late[rank] and self.late[rank][0][0] <= group:
+            late = self.late[rank].popleft()
+            self.start(rank, late)
+            self.before[rank].append(late[1])
+
+    def drain(self, rank):
+        yield from self.finish(rank, len(self.schedule.ranks[0]), bank=True)
 
 
 @pytest.mark.parametrize("queues", QUEUES)
@@ -159,3 +295,35 @@ def test_the_model_sees_a_circle_where_there_is_one():
     """Receives of gradients that are queued too early: a host waits for its device, which waits for that host."""
     assert not Model(3, 4, "streams of their own", early=True).ends()
     assert not Model(3, 4, "one queue for messages", early=True).ends()
+
+
+@pytest.mark.parametrize("queues", QUEUES)
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_a_sharded_optimizer_closes_no_circle(stages, queues):
+    for microbatches in (stages, stages + 1, 2 * stages):
+        for cutover in range(microbatches + 1):
+            for in_flight in (None, microbatches + 1):
+                model = Sharded(stages, microbatches, queues, in_flight, cutover)
+                assert model.ends(), (microbatches, cutover, in_flight)
+
+
+def test_the_model_sees_gathers_that_are_out_of_place():
+    """After a reduction that they belong before; and on one data rank earlier in its program than on another, which
+    waits for a neighbour that waits for the first one."""
+    assert not Sharded(2, 4, "streams of their own", cutover=3, late_room=True, unordered=True).ends()
+    assert Sharded(2, 4, "streams of their own", cutover=3, late_room=True).ends()
+    assert not Sharded(3, 4, "streams of their own", cutover=1, late_room=True).ends()
+
+
+def test_a_copy_under_way_does_not_change_when_a_bank_counts_as_read():
+    """One data rank may be copying a checkpoint and the other not: the gather that waits for room begins at one place
+    of their programs all the same."""
+    for copying in (False, True):
+        versions = Versions(nn.Linear(4, 4), Cutover(4, 2, lambda group: False), parks=True)
+        versions.release(0)
+        versions.targets(1)
+        versions.park(1, 0, completed=1, keep=copying)
+        assert not versions.is_spent(1)
+        versions.park(1, 1, completed=1, keep=copying)
+        assert versions.is_spent(1), copying
+        assert bool(versions.replica(1).freed) != copying, "what is being copied keeps its memory"

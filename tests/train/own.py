@@ -1,5 +1,6 @@
 """A model, data and a callback of a user's own, as train takes them by name."""
 
+import os
 import time
 
 import torch
@@ -30,6 +31,21 @@ def tied(vocab):
     found[-1] = nn.Linear(16, vocab, bias=False)
     found[-1].weight = found[0].weight
     return list(found)
+
+
+class Scaled(nn.Module):
+    """Scales by a saved buffer, which is another one each time the model is built."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(float(os.environ["SCALE"])))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def scaled(vocab):
+    return nn.Sequential(*layers(vocab)[:-1], Scaled(), layers(vocab)[-1])
 
 
 def whole(vocab):

@@ -52,6 +52,21 @@ def test_it_resumes_at_another_depth(mine):
     assert_equal_weights(mine.weights("cut"), mine.weights("same"))
 
 
+def test_a_resume_brings_back_saved_buffers(mine, monkeypatch):
+    common = [
+        "model.module=tests.train.own:scaled",
+        "pipeline.schedule=emulate",
+        "optim.schedule=constant",
+        "optim.warmup=1",
+    ]
+    monkeypatch.setenv("SCALE", "0.5")
+    mine.train("same", *common, "train.steps=8")
+    mine.train("cut", *common, "train.steps=4")
+    monkeypatch.setenv("SCALE", "2.0")
+    mine.train("cut", *common, "train.steps=8")
+    assert_equal_weights(mine.weights("cut"), mine.weights("same"))
+
+
 def test_flushed_schedules_take_it_too(mine):
     model = "model.module=tests.train.own:layers"
     mine.train("flushed", model, "pipeline.stages=2", "pipeline.schedule=1f1b")

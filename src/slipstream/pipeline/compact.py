@@ -56,6 +56,7 @@ class Compact:
         self._master, self._high = master, high
         self._low = {i: torch.empty_like(master.weights[i], dtype=torch.int16) for i in owned}
         self._buckets = list(_buckets([(i, master.weights[i]) for i in owned]))
+        self.intact = True  # the halves are one version: not inside an update
         self.close(list(owned), high)
 
     @property
@@ -68,11 +69,13 @@ class Compact:
 
     def opened(self, high: Replica) -> Iterator[list[int]]:
         """The master bucket by bucket, whole while the caller has it; afterwards `high` is its upper half."""
+        self.intact = False
         for bucket in self._buckets:
             self.open(bucket)
             yield bucket
             self.close(bucket, high)
         self._high = high
+        self.intact = True
 
     def repeat(self, high: Replica, others: Sequence[Replica]) -> None:
         """The newest weights once more, in `high` and in others: no step was made."""
@@ -98,6 +101,13 @@ class Compact:
         wholes = [self._master.weights[i] for i in indices]
         split(wholes, [high.weights[i] for i in indices], [self._low[i] for i in indices])
         self._master.free(indices)
+
+    def lose(self) -> None:
+        """The master is no number, and needs no memory for that: reading what was freed would be a crash."""
+        for i in self._low:
+            parameter = self._master.parameters[i]
+            nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = nothing.expand(parameter.shape)
 
     def take(self, tensors: Mapping[int, Tensor], high: Replica) -> None:
         """Be these weights; `high` is written too."""

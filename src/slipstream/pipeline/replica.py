@@ -40,6 +40,7 @@ class Replica:
     shards: list[FSDPModule] = field(default_factory=list)  # its parts that FSDP2 shards
     readers: set[Part] = field(default_factory=set)
     freed: dict[int, int] = field(default_factory=dict)  # bytes of a weight's storage while it has none
+    spent: bool = False  # no microbatch to come reads what it holds
 
     @property
     def owns_memory(self) -> bool:

@@ -39,7 +39,7 @@ from slipstream.pipeline.options import Options
 from slipstream.pipeline.peers import Alone
 from slipstream.pipeline.plan import check_optimizer, optimizer_of, peers_of, planned
 from slipstream.pipeline.replica import Prepare
-from slipstream.pipeline.sharding import collapse, make_whole, materialised, refuse_to_save
+from slipstream.pipeline.sharding import collapse, make_whole, materialised, refuse_lost, refuse_to_save
 from slipstream.pipeline.torch_stage import read_stage
 from slipstream.pipeline.trace import Trace
 from slipstream.pipeline.update import Updater
@@ -132,9 +132,9 @@ class Schedule2BW:
         assert optimizer is not None
         self.optimizer = optimizer_of(optimizer, module)
         check_optimizer(self._versions, self.optimizer, correction, plan.rows)
-        compact = compact_master is not False and self._made_compact(correction, needed=bool(compact_master))
-        self._partial = shard_optimizer or compact
-        if self._partial:
+        if compact_master is not False:
+            self._make_compact(correction, needed=compact_master is True)
+        if self._versions.partial:
             refuse_to_save(self._versions)
         self._updater = Updater([self._versions], self.optimizer, correction, max_grad_norm, self._peers)
         self._updater.wait_for = self._links.wait_for
@@ -147,14 +147,13 @@ class Schedule2BW:
         self._guarded = Guard(self._stage.index, lambda: self._updater.in_hook)
         self.group = 0  # groups handed in
 
-    def _made_compact(self, correction: Correction, needed: bool) -> bool:
+    def _make_compact(self, correction: Correction, needed: bool) -> None:
         versions, mixed = self._versions, self._cutover.mixed
         why = not_compact(versions.master, versions.replicas, self.optimizer, mixed, correction.on_pieces)
         if why is None:
             versions.make_compact()
         elif needed:
             raise UserError(f"compact_master: {why}")
-        return why is None
 
     # The loop ---------------------------------------------------------------------------------------------
 
@@ -246,7 +245,8 @@ class Schedule2BW:
     @property
     def master(self) -> nn.Module:
         """The module with the newest weights this stage has (call `drain` for those of every group handed in)."""
-        if self._partial:
+        refuse_lost(self._versions)
+        if self._versions.partial:
             raise UserError(
                 "No rank holds the whole master: the optimizer is sharded, or the master compact. Use `with "
                 "schedule.gathered_master() as module`, on all ranks together."
@@ -258,10 +258,11 @@ class Schedule2BW:
         """The whole master, gathered from its owners where the optimizer is sharded and put together where it is
         compact: on all ranks together, as it drains (an update that is under way on one data rank would take its gather
         for that of another's bank)."""
-        if self._partial:
+        partial = self._versions.partial  # not inside another of these
+        if partial:
             self.drain()
         try:
-            with materialised(self._versions, self._peers) if self._partial else contextlib.nullcontext():
+            with materialised(self._versions, self._peers) if partial else contextlib.nullcontext():
                 yield self._versions.module
         finally:
             give_back(self._versions.master.shards)  # a forward may have left it whole, and soon stale
@@ -369,9 +370,10 @@ class Schedule2BW:
         failed = self._guarded.failed is not None
         if not failed:
             self.drain()
+        self._flight.clear()
+        with contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext():  # of a lost device
             self._updater.await_copies()
             make_whole(self._versions)
-            self._partial = self._versions.partial
         self._guarded.closed = True
         self._links.close()
         self._peers.close()
@@ -379,7 +381,6 @@ class Schedule2BW:
             self.optimizer.close(failed)
         if self._peers.groups is not None:
             self._peers.groups.close(failed)
-        self._flight.clear()
 
     def __enter__(self) -> Schedule2BW:
         return self

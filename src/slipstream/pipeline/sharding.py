@@ -35,20 +35,28 @@ def collapse(versions: Versions, owned: Sequence[int]) -> None:
 
 def make_whole(versions: Versions) -> None:
     """A compact master gets its memory back for good: nobody will put it together any more, and reading freed memory is
-    no error but a crash. The replicas give theirs. What other data ranks own stays with them."""
-    if versions.compact is None:
+    no error but a crash. The replicas give theirs. What other data ranks own stays with them. After a failure inside an
+    update some weights are of before it and some of after: they are lost, and it says so."""
+    compact, versions.compact = versions.compact, None
+    if compact is None:
         return
-    versions.compact.open()
-    versions.compact = None
-    versions.partial = len(versions.owned) < len(versions.names)
     for replica in versions.replicas:
-        replica.free()
+        if replica is not compact.high:
+            replica.free()
+    versions.lost = not compact.intact
+    if versions.lost:
+        compact.lose()
+    else:
+        compact.open()
+        versions.partial = len(versions.owned) < len(versions.names)
+    compact.high.free()
 
 
 def refuse_to_save(versions: Versions) -> None:
-    """A module that has only a part of its weights must not save the rest as zeros."""
+    """A module that has only a part of its weights must not save the rest as zeros, nor may any part of it."""
 
     def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        refuse_lost(versions)
         if versions.partial:
             raise UserError(
                 "This module does not hold its weights: the optimizer is sharded, or the master compact. Use `with "
@@ -56,7 +64,18 @@ def refuse_to_save(versions: Versions) -> None:
                 "schedule.state_dict() for what this rank owns."
             )
 
-    versions.module.register_state_dict_pre_hook(hook)
+    trained = {id(parameter) for parameter in versions.master.parameters}
+    for module in versions.module.modules():
+        if any(id(parameter) in trained for parameter in module.parameters()):
+            module.register_state_dict_pre_hook(hook)
+
+
+def refuse_lost(versions: Versions) -> None:
+    if versions.lost:
+        raise UserError(
+            "This schedule failed inside an update, and its weights with it: a compact master is stepped a part at a "
+            "time. Make a new one and load a state."
+        )
 
 
 @contextlib.contextmanager

@@ -289,13 +289,14 @@ class Updater:
 
 @dataclass(frozen=True)
 class _Room:
-    """Until the bank that a group reads is given back; whoever has to go on goes on without."""
+    """Until nothing reads the bank of a group any more: a place in the program, the same on all data ranks, or one that
+    began its gather before the others could would hold up a device. Whoever has to go on goes on without."""
 
     versions: Versions
     group: int
 
     def is_completed(self) -> bool:
-        return self.versions.gave_back(self.group)
+        return self.versions.is_spent(self.group)
 
     def wait(self) -> None:
         pass

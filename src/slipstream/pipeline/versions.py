@@ -92,6 +92,7 @@ class Versions:
         self.owned = list(range(len(self.names)))  # fewer where the optimizer is sharded
         self.compact: Compact | None = None
         self.partial = False  # the master holds what is owned, and nothing for the rest
+        self.lost = False  # nor that any more
         self._reading: dict[Part, Replica] = {}
         self.buffers = [name for name, _ in master.named_buffers() if name not in not_saved]
         self._unchecked = [name for name in self.buffers if name not in caches(master)]
@@ -178,6 +179,7 @@ class Versions:
         if replica is None:
             replica = next(r for r in order if not r.readers and not any(r is other for other in taken))
         replica.readers.update(parts)
+        replica.spent = False
         for part in parts:
             self._reading[part] = replica
         return Target(replica, read)
@@ -186,20 +188,22 @@ class Versions:
         """The backward of a microbatch is done: free the replicas that no later one reads.
 
         A group's bank stays until the update before it is `completed`: a state captured then has to have it; and while
-        such a state is being copied (`keep`).
+        such a state is being copied (`keep`), though it is spent: that is the same on all data ranks, at any speed.
         """
-        if not self.parks or keep:
+        if not self.parks:
             return
         for replica in self.replicas:
             if replica.readers and all(
                 self._is_done(part, group, microbatch) and completed >= part[0] for part in replica.readers
             ):
-                replica.free()
+                replica.spent = True
+                if not keep:
+                    replica.free()
 
-    def gave_back(self, group: int) -> bool:
-        """Whether the bank of a group has no memory any more."""
+    def is_spent(self, group: int) -> bool:
+        """Whether nothing reads the bank of a group any more."""
         replica = self._reading.get((group, False))
-        return replica is None or bool(replica.freed)
+        return replica is None or replica.spent
 
     def _is_done(self, part: Part, group: int, microbatch: int) -> bool:
         if part == THE_MASTER:
@@ -249,6 +253,7 @@ class Versions:
             if self._reading.get(part) is source:
                 source.readers.discard(part)
                 target.readers.add(part)
+                target.spent = False
                 self._reading[part] = target
 
     def restore(self, weights: dict[Part, dict[int, Tensor]]) -> None:
