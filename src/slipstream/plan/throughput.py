@@ -227,7 +227,7 @@ def with_cutover(times: StageTimes, shape: Shape) -> Shape:
     The optimizer's own step takes a stage's time wherever it stands, so it asks for no pairs."""
     if not shape.asynchronous:
         return shape
-    slack = 1 + max(1, ceil(costs(times, shape).update_latency / max(rank_pairs(times, shape))))
+    slack = max(2, ceil(costs(times, shape).update_latency / max(rank_pairs(times, shape))))
     return replace(shape, cutover=free_cutover(shape.stages, shape.microbatches, shape.in_flight, slack))
 
 
