@@ -31,9 +31,7 @@ from slipstream.torch_private import default_store
 # Torch's own watchdog ends a process without a word of ours: it gets its turn well after our timeout.
 WATCHDOG_GRACE_SECONDS = 120.0
 Way = Literal["forward", "backward"]  # from the stage before to the stage behind, and back
-LINK_CTAS = (
-    1  # thread blocks of one link's kernel: each takes a multiprocessor while it waits, and waits long
-)
+LINK_CTAS = 1  # thread blocks of one link's kernel: each holds a multiprocessor while it waits
 
 
 def carrier(group: dist.ProcessGroup | None, device: torch.device) -> str:

@@ -34,10 +34,8 @@ UNANSWERED = 1  # exit code
 def torchruns_store(rank: int, timeout_seconds: float) -> dist.Store:
     """The store at MASTER_ADDR:MASTER_PORT. Asked for by a thread: whoever connects to a stranger there waits inside
     torch for ever, where neither a deadline nor a signal is heard."""
-    port, place = (
-        os.environ.get("MASTER_PORT"),
-        f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
-    )
+    port = os.environ.get("MASTER_PORT")
+    place = f"{os.environ.get('MASTER_ADDR')}:{port}"
     answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def meet() -> None:
