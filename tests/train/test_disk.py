@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from threading import Lock
 from types import SimpleNamespace
 
 import pytest
@@ -26,16 +27,22 @@ class Disk:
     """`os.write` on a disk that has room for some bytes more, and for nothing until there is room again."""
 
     def __init__(self, room: int) -> None:
+        self.lock = Lock()
         self.room: int | None = room
 
     def write(self, file, data):
-        if self.room is None:
-            return os.write(file, data)
-        if self.room == 0:
-            raise full()
-        count = os.write(file, bytes(data[: self.room]))
-        self.room -= count
-        return count
+        with self.lock:  # the log's thread writes while the test makes room
+            if self.room is None:
+                return os.write(file, data)
+            if self.room == 0:
+                raise full()
+            count = os.write(file, bytes(data[: self.room]))
+            self.room -= count
+            return count
+
+    def clear(self) -> None:
+        with self.lock:
+            self.room = None
 
 
 @pytest.fixture
@@ -52,7 +59,7 @@ def test_lines_wait_for_room_and_stay_whole(tmp_path, disk):
     log.write("third line\n")
     assert not log.written
     assert (tmp_path / "log").read_text() == "first line"
-    disk.room = None
+    disk.clear()
     log.write("fourth line\n")
     assert log.written
     assert (tmp_path / "log").read_text() == "first line\nsecond line\nthird line\nfourth line\n"
@@ -72,7 +79,7 @@ def test_events_are_counted_when_they_are_on_disk(tmp_path, disk):
     recorder = Recorder(tmp_path, patience_seconds=60.0)
     recorder.write("step", 1)
     assert not recorder.wait_for(1, 0.05)
-    disk.room = None
+    disk.clear()
     assert recorder.wait_for(1, 60.0)
 
 
@@ -83,7 +90,7 @@ def test_a_run_goes_on_though_its_log_found_no_room(runs, reference, monkeypatch
 
     def mend(*args):  # with the checkpoint of step 8
         if args[0].name.startswith(".draft-step-00000008"):
-            disk.room = None
+            disk.clear()
         return load(*args)
 
     monkeypatch.setattr(writers, "write_piece", mend)
