@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from math import ceil
 
 import pytest
@@ -177,6 +178,7 @@ def test_a_cutover_of_the_warm_up_and_one_is_the_least_without_a_bubble(stages: 
     m = factor * stages
     costs = Costs(forward=1.0, backward=2.0, update=0.5, update_latency=0.2)
 
+    @cache
     def time(cutover: int | None, in_flight: int | None = None) -> float:
         schedule = build("pipedream_2bw", stages, m, 10, cutover=cutover, in_flight=in_flight)
         check(schedule)
