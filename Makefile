@@ -6,8 +6,9 @@ BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 # torch is pinned by constraints.txt so that a CPU machine never pulls CUDA packages.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-# One process of pytest for each of two cores; a file stays with one of them, and so do its fixtures.
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile
+# Four processes of pytest keep two cores at work, since many tests wait for a time-out or a signal. A file stays with
+# one of them, and so do its fixtures.
+PYTEST := $(BIN)/pytest -n 4 --dist loadfile
 CODE := src tests examples studies tools
 # What starts no process, trains nothing and takes no more than a moment.
 FAST := $(addprefix tests/, test_config.py test_docs.py test_imports.py test_private_names.py metrics \
@@ -19,7 +20,7 @@ FAST := $(addprefix tests/, test_config.py test_docs.py test_imports.py test_pri
   $(addprefix pipeline/test_, channel.py depth.py one_stage.py) \
   $(addprefix bench/test_, measure.py work.py) $(addprefix train/test_, checkpoint.py reporting.py))
 
-.PHONY: train check lint types test test-all bench fuzz chaos docs format clean
+.PHONY: train check lint types test tests test-all bench fuzz chaos docs format clean
 train: $(VENV)/.installed
 	$(BIN)/slipstream train
 
@@ -38,7 +39,10 @@ types: $(VENV)/.installed-dev
 fast: $(VENV)/.installed-dev
 	$(BIN)/pytest -x $(FAST)
 
-test: lint types
+test: lint
+	@$(MAKE) --no-print-directory -j 2 types tests
+
+tests: $(VENV)/.installed-dev
 	$(PYTEST)
 
 test-all: $(VENV)/.installed-dev
