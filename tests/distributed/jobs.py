@@ -1,5 +1,6 @@
 """Jobs that the launcher tests run in worker processes."""
 
+import ctypes
 import os
 import signal
 import time
@@ -25,6 +26,12 @@ def mistake(world):
 def death(world):
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def crash(world):
+    if world.rank == 1:
+        ctypes.string_at(0)
     dist.barrier()
 
 

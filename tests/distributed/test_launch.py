@@ -45,6 +45,14 @@ def test_pool_runs_jobs_of_several_sizes_and_recovers(cold, capfd, monkeypatch):
             pool.run("distributed.jobs:total", 0, ranks=3)
 
 
+def test_a_crash_says_where_it_was(capfd, quick):
+    with RankPool(2) as pool, pytest.raises(StageError, match="Rank 1 was killed by SIGSEGV"):
+        pool.run("distributed.jobs:crash")
+    told = capfd.readouterr().err
+    assert "Segmentation fault" in told
+    assert "in crash" in told
+
+
 def test_ranks_print_where_they_are_when_they_are_asked(capfd):
     """`kill -USR2` of the launcher; a rank that prints goes on. Ranks of its own: they print where it does."""
     over = threading.Event()

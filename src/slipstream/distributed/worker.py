@@ -31,6 +31,7 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's reaches the launcher, which passes it on
     for number in STOPS:  # threads of a job that had them unblocked may outlive the job
         signal.signal(number, lambda *_: None)
+    faulthandler.enable()  # a crash of a library says where it was called from
     faulthandler.register(STACKS)  # also while the interpreter is held up in a library
     connection = Connection(descriptor)
     jobs: queue.SimpleQueue = queue.SimpleQueue()

@@ -35,9 +35,9 @@ from slipstream.train.sources import data_folder
 def start(config: Config) -> str:
     """Train; how it ended. In this process (emulate), as one of torchrun's ranks, or on ranks started here."""
     command = own_command()
-    faulthandler.register(
-        STACKS, file=2
-    )  # of this process, wherever stderr points; ranks get it from the launcher
+    faulthandler.enable(file=2)
+    # Of this process, wherever stderr points; ranks get it from the launcher.
+    faulthandler.register(STACKS, file=2)
     if started_by_torchrun() and config.pipeline.schedule != "emulate":
         return _under_torchrun(config, command)
     config = preflight.prepare(config)
