@@ -60,7 +60,7 @@ def peak(world, stages, microbatches, name="sgd", groups=4, sharded=False, **opt
 
     compact = import_module("slipstream.pipeline.compact")
     compact.BUCKET_ELEMENTS, compact.MOST_BUCKETS = WIDTH * WIDTH, LAYERS  # a layer is a bucket
-    import_module("slipstream.pipeline.buckets").SMALL_BYTES = 0  # nothing is packed
+    import_module("slipstream.pipeline.peers").SMALL_BYTES = 0  # nothing is packed
     ways = world.size // stages
     mesh = init_device_mesh("cpu", (ways, stages), mesh_dim_names=("dp", "pp"))
     stage = mesh.get_local_rank("pp")

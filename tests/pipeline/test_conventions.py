@@ -12,7 +12,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from pipeline import tiny
 from slipstream import CheckpointError, Emulator, Schedule2BW, UserError, cloned_state
-from slipstream.pipeline.buckets import buckets
+from slipstream.pipeline.peers import buckets
 
 M = 4
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.pipeline.dither import _noise, add_dithered, seed_of
+from slipstream.pipeline.gradients import _noise, add_dithered, seed_of
 
 finite = st.floats(-(2.0**100), 2.0**100, width=32)
 

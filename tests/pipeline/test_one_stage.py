@@ -8,7 +8,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from pipeline import tiny
 from slipstream import Schedule2BW, UserError, cloned_state
-from slipstream.pipeline.peers import Alone
+from slipstream.pipeline.peers import Peers
 from slipstream.schedule.actions import Kind
 
 M = 2
@@ -115,7 +115,7 @@ def test_ties_that_cannot_be_are_refused(names, words):
         schedule(nn.Sequential(nn.Linear(3, 3)), tied={"both": names})
 
 
-class Slow(Alone):
+class Slow(Peers):
     """Hears of the norm only when an update is waited for, as where another stage is late."""
 
     def exchange(self, squares, status):

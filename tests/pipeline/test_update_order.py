@@ -4,7 +4,7 @@ import torch
 
 from pipeline import tiny
 from slipstream.optim.corrections import build_correction
-from slipstream.pipeline.peers import Alone, RunStatus
+from slipstream.pipeline.peers import Peers, RunStatus
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import Versions
 from slipstream.schedule.cutover import Cutover, never
@@ -25,7 +25,7 @@ class Answer:
         self.here = True
 
 
-class Told(Alone):
+class Told(Peers):
     """A data rank that owns every second parameter. It notes what it queues; norms come when they are let in."""
 
     sharded = True

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from slipstream.errors import CheckpointError
-from slipstream.pipeline.compact import Halves
-from slipstream.pipeline.halves import split
+from slipstream.pipeline.compact import Halves, split
 from slipstream.train import checkpoint
 from slipstream.train.checkpoint import _sealed
 from slipstream.train.health import fingerprint

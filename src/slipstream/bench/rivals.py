@@ -26,8 +26,7 @@ from slipstream.bench.work import (
     loss_of,
     prepare,
 )
-from slipstream.pipeline.torch_trace import TorchTrace
-from slipstream.pipeline.watched_stage import WatchedStage
+from slipstream.pipeline.watched_stage import TorchTrace, WatchedStage
 from slipstream.schedule.timeline import Span
 
 

@@ -1,21 +1,22 @@
-"""What a user hands to the engine, checked: arguments, tied weights, what a stage returns.
+"""What a user hands to the engine, checked: modules, optimizers, arguments, tied weights.
 
-Each check says what is wrong, the values seen, and what to change.
+Weight versions ask of a module: no batch statistics, no buffers that a forward changes, one Parameter for each name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from slipstream.errors import UserError
-from slipstream.pipeline.messages import Spec
+from slipstream.optim.corrections import Correction
 from slipstream.pipeline.placement import Placement
 from slipstream.pipeline.torch_stage import StageInfo
-from slipstream.torch_private import tree_map
 
 
 def check_inputs(stage: StageInfo, args: Any, kwargs: Any, has_target: bool) -> None:
@@ -90,22 +91,107 @@ def check_ties(stages: Sequence[Mapping[str, Sequence[tuple[tuple[int, ...], str
             )
 
 
-def as_message(output: Any) -> list[Tensor]:
-    outputs = list(output) if isinstance(output, tuple | list) else [output]
-    for item in outputs:
-        if not isinstance(item, Tensor):
-            raise UserError(f"A stage must return tensors for the next one, not {type(item).__name__}.")
-        if isinstance(item, DTensor):
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Inside, `module` is in evaluation mode; afterwards each of its parts is in the mode it was in."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def split_shared(module: nn.Module) -> list[list[str]]:
+    """Give every name its own Parameter and say which names were one: the tied weights inside this module.
+
+    Tied weights are separate tensors at every depth: their gradients are summed by the update, not by autograd,
+    whose order of summation would depend on where the model is cut.
+    """
+    names: dict[int, list[str]] = {}
+    places: set[tuple[int, str]] = set()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        path, _, leaf = name.rpartition(".")
+        place = id(module.get_submodule(path)), leaf
+        if place not in places:  # a module that is used twice holds its parameters once
+            places.add(place)
+            names.setdefault(id(parameter), []).append(name)
+    ties = [shared for shared in names.values() if len(shared) > 1]
+    for shared in ties:
+        original = module.get_parameter(shared[0])
+        for name in shared[1:]:
+            path, _, leaf = name.rpartition(".")
+            twin = nn.Parameter(original.detach().clone(), requires_grad=original.requires_grad)
+            for marker, value in vars(original).items():  # such as a parameter's role
+                setattr(twin, marker, value)
+            setattr(module.get_submodule(path), leaf, twin)
+    return ties
+
+
+def check_layers(module: nn.Module) -> None:
+    """Refuse layers that the rule cannot follow: batch statistics change in the forward, so a replica and a restart
+    would each have their own, and sparse gradients have no norm, no reduction and no look-ahead."""
+    for name, child in module.named_modules():
+        name = name or type(child).__name__
+        if getattr(child, "track_running_stats", False) and getattr(child, "running_mean", None) is not None:
             raise UserError(
-                f"A stage returned a DTensor laid out as {item.placements}. Links carry plain tensors: let its last "
-                "layer give a local one (output_layouts=Replicate(), use_local_output=True)."
+                f"'{name}' changes its running statistics in the forward, which weight versions cannot follow. Use a "
+                "norm without running statistics (LayerNorm, RMSNorm, GroupNorm) or track_running_stats=False."
             )
-    return outputs
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise UserError(
+                f"'{name}' makes sparse gradients, which the update does not take. Set sparse=False."
+            )
 
 
-def detached(output: Any) -> Any:
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
+def refuse_changed_buffers(names: Sequence[str], master: nn.Module, replica: nn.Module) -> None:
+    """What `check_layers` cannot know of a module, once its forwards have run."""
+    for name in names:
+        before, after = master.get_buffer(name), replica.get_buffer(name)
+        if not torch.equal(before, after) and not before.isnan().any():  # not a number is never equal
+            raise UserError(
+                f"The forward changed the buffer '{name}', which weight versions cannot follow: each copy of the "
+                "module has its own. Keep it outside the module, or make it persistent=False if it is a cache."
+            )
 
 
-def shapes(spec: Spec) -> str:
-    return ", ".join(f"{tuple(s.shape)} {str(s.dtype).removeprefix('torch.')}" for s in spec)
+def optimizer_of(factory: Callable[[nn.Module], Optimizer], module: nn.Module) -> Optimizer:
+    """What the user's factory makes of a stage, and a stand-in where there is nothing to train: no parameters, frozen
+    ones, or on a data rank that owns none of them. A factory that asks for what is trainable then finds nothing, which
+    torch's optimizers refuse."""
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        return factory(module)
+    with contextlib.suppress(ValueError):
+        if list(module.parameters()):
+            return factory(module)
+    return torch.optim.SGD([{"params": []}])  # something for a learning-rate scheduler
+
+
+def check_pieces(correction: Correction, rows: Sequence[Placement]) -> None:
+    """Whether the correction can work on what this rank holds of each tensor."""
+    cut = next((row for row in rows if row.cut), None)
+    if cut is not None and not correction.on_pieces:
+        raise UserError(
+            f"The correction {correction.name} measures whole tensors, and '{cut.name}' is laid out as {cut.layout}. "
+            "Use error_feedback."
+        )
+
+
+def check_covers(optimizer: Optimizer, module: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
+    """Every parameter that is trained must be the optimizer's, and nothing that is not in the master may be."""
+    held = [p for entry in optimizer.param_groups for p in entry["params"]]
+    own, found = {id(p) for p in module.parameters()}, {id(p) for p in held}
+    foreign = [tuple(p.shape) for p in held if id(p) not in own]
+    if foreign:
+        raise UserError(
+            f"The optimizer holds {len(foreign)} parameters that are not the master's (shape {foreign[0]}). "
+            "No update would see their gradients: put what is trained (of a loss, say) into the stage's module."
+        )
+    missing = [name for name, p in trained.items() if id(p) not in found]
+    if missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise UserError(
+            f"The optimizer misses {len(missing)} trainable parameters of the master: {shown}. "
+            "Build it from module.parameters() of the module it is given, or freeze them with requires_grad_(False)."
+        )

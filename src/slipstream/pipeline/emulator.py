@@ -26,15 +26,15 @@ from torch import Tensor, nn
 from slipstream.errors import UserError
 from slipstream.optim.corrections import Correction, build_correction, check_mixed
 from slipstream.pipeline import state as states
+from slipstream.pipeline.checks import check_covers, check_layers, evaluating, split_shared
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.graphs import Graphs, Recorder, check_current
 from slipstream.pipeline.guard import refuse_in_hook
 from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, as_predicate, check_loss, joined, merged
-from slipstream.pipeline.modules import check_layers, evaluating, split_shared
 from slipstream.pipeline.options import OptimizerFactory, Options
-from slipstream.pipeline.peers import Alone, Gradients
+from slipstream.pipeline.peers import Gradients, Peers
 from slipstream.pipeline.replica import Prepare, Replica
-from slipstream.pipeline.update import Updater, check_covers
+from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import Versions
 from slipstream.schedule.cutover import Cutover, GivenCutover
 from slipstream.schedule.timeline import Span
@@ -113,11 +113,12 @@ class Emulator:
         self._accumulators = [Accumulator(v.master, v.names, dtype=gradient_dtype) for v in self._versions]
         dtypes = [p.dtype for v in self._versions for p in v.master.parameters]
         self._graphs = Graphs(recorder, self._loss, dtypes) if recorder else None
-        names = [n for n, p in self._module.named_parameters() if p.requires_grad]
-        peers = Alone(len(names), [[names.index(name) for name in tie] for tie in ties if tie[0] in names])
+        trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+        names = list(trained)
+        peers = Peers(len(names), [[names.index(name) for name in tie] for tie in ties if tie[0] in names])
         self.optimizer = optimizer(self._module)
         self._updater = Updater(self._versions, self.optimizer, correction, max_grad_norm, peers)
-        check_covers(self.optimizer, self._module, names, self._updater.parameters)
+        check_covers(self.optimizer, self._module, trained)
         # Groups that do not read the newest weights can be queued before the host knows the norm.
         self._in_slack = all(delays) and any(p.is_cuda for p in self._updater.parameters)
         self.group = 0

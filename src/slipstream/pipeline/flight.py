@@ -11,23 +11,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from slipstream.errors import StageError, UserError
-from slipstream.pipeline.checks import as_message, detached, shapes
 from slipstream.pipeline.depth import Depth
-from slipstream.pipeline.fsdp import before_backward, give_back
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.host_sum import PeerLost
 from slipstream.pipeline.links import Links
 from slipstream.pipeline.messages import Spec, spec_of
 from slipstream.pipeline.microbatches import Microbatch, check_loss
 from slipstream.pipeline.options import Options
-from slipstream.pipeline.replica import Replica
+from slipstream.pipeline.replica import Replica, before_backward, give_back
 from slipstream.pipeline.torch_stage import StageInfo
 from slipstream.pipeline.trace import Trace
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import Versions
 from slipstream.schedule.actions import Kind
+from slipstream.torch_private import tree_map
 
 Result = tuple[Tensor | None, Any]  # of a microbatch on the last stage: its loss and its output
 
@@ -75,12 +75,12 @@ class Flight:
         with self._trace.action(Kind.FORWARD, group, index, self._versions.reads(group, index).index):
             output = self._stage.route.run(replica.call, inputs, kwargs)
             loss = self._loss(output, target) if self._stage.last else None
-        outputs = [loss] if loss is not None else as_message(output)
+        outputs = [loss] if loss is not None else _as_message(output)
         self._waiting.append(_InFlight(group, index, replica, inputs, outputs))
         if loss is None:
             self._send(group, index, outputs)
             return None, None
-        return loss.detach(), detached(output) if keep_output else None
+        return loss.detach(), _detached(output) if keep_output else None
 
     def _send(self, group: int, index: int, outputs: list[Tensor]) -> None:
         spec = spec_of(outputs)
@@ -89,8 +89,8 @@ class Flight:
             self._depth.link_seconds = self._links.introduce(spec)
         elif spec != self._spec:
             raise UserError(
-                f"Stage {self._stage.index} returned {shapes(spec)} for group {group}, microbatch {index}, but "
-                f"{shapes(self._spec)} before. Every microbatch must have the same shapes: pad or drop the odd one."
+                f"Stage {self._stage.index} returned {_shapes(spec)} for group {group}, microbatch {index}, but "
+                f"{_shapes(self._spec)} before. Every microbatch must have the same shapes: pad or drop the odd one."
             )
         self._links.send_activations(outputs, spec)
 
@@ -105,7 +105,7 @@ class Flight:
         microbatches = self._options.n_microbatches
         if (
             index == 0
-        ):  # a new sum: the one before it gives its memory back, as far as other stages are not needed
+        ):  # a new sum: the one before gives its memory back, as far as other stages are not needed
             self._updater.advance()
             self._updater.settle()
         with self._trace.action(Kind.BACKWARD, group, index, self._versions.reads(group, index).index):
@@ -137,15 +137,12 @@ class Flight:
     def await_weights(self, group: int, microbatch: int) -> None:
         """They come from update index - 1, which must be done, gathers and all, and its group's backwards before it:
         a stage that waited first, with more in flight than come before the cutover, would wait for ever."""
-        update = self._versions.reads(group, microbatch).index - 1
-        while self._waiting and self._waiting[0].group <= update:
+        read = self._versions.reads(group, microbatch)
+        while self._waiting and self._waiting[0].group < read.index:
             self.backward()
-        bank = self._versions.reads(group, microbatch).kind == "bank"
+        finish = self._updater.finish_bank if read.kind == "bank" else self._updater.finish
         try:
-            if bank:
-                self._updater.finish_bank(update)
-            else:
-                self._updater.finish(update)
+            finish(read.index - 1)
         except PeerLost as error:
             lost = self._links.lost_neighbour()
             if lost is None:
@@ -165,7 +162,7 @@ class Flight:
                 loss = self._loss(output, target).detach() if has_target else None
                 results.append((loss, output if keep_output else None))
             else:
-                self._links.send_evaluation(index, as_message(output))
+                self._links.send_evaluation(index, _as_message(output))
         self._links.finish_sends()
         return results
 
@@ -174,3 +171,24 @@ class Flight:
 
     def clear(self) -> None:
         self._waiting.clear()
+
+
+def _as_message(output: Any) -> list[Tensor]:
+    outputs = list(output) if isinstance(output, tuple | list) else [output]
+    for item in outputs:
+        if not isinstance(item, Tensor):
+            raise UserError(f"A stage must return tensors for the next one, not {type(item).__name__}.")
+        if isinstance(item, DTensor):
+            raise UserError(
+                f"A stage returned a DTensor laid out as {item.placements}. Links carry plain tensors: let its last "
+                "layer give a local one (output_layouts=Replicate(), use_local_output=True)."
+            )
+    return outputs
+
+
+def _detached(output: Any) -> Any:
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
+
+
+def _shapes(spec: Spec) -> str:
+    return ", ".join(f"{tuple(s.shape)} {str(s.dtype).removeprefix('torch.')}" for s in spec)

@@ -2,13 +2,14 @@
 
 Where banks have the master's dtype, autograd's own accumulation in `.grad` is the sum. Where they are narrower
 (bf16), each microbatch's gradient is added to an accumulator of the master's dtype and `.grad` is dropped: a sum
-kept in bf16 would lose the small terms. On request all sums are in bf16 and rounded at random (`dither.py`). Where a
-group's fresh part reads another replica than its old part, the sum goes over to it: microbatch after microbatch, one
-sum, in their order.
+kept in bf16 would lose the small terms. On request all sums are in bf16, each addition rounded up or down at random
+(`add_dithered`). Where a group's fresh part reads another replica than its old part, the sum goes over to it:
+microbatch after microbatch, one sum, in their order.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from functools import partial
 
@@ -18,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from slipstream.lists import add_, copy_
 from slipstream.optim.sharded import local
-from slipstream.pipeline.dither import add_dithered, seed_of
 from slipstream.pipeline.peers import Gradients
 from slipstream.pipeline.replica import Replica
 
@@ -135,3 +135,32 @@ def _as_laid_out(grad: Tensor, parameter: Tensor) -> Tensor:
     part = local(grad)
     wait = getattr(part, "wait", None)  # of a tensor that is still on its way
     return part if wait is None else wait()
+
+
+def seed_of(name: str, turn: int) -> int:
+    """Of a parameter, in the `turn`-th microbatch of a run."""
+    return zlib.crc32(f"{name}/{turn}".encode()) - (1 << 31)
+
+
+@torch.no_grad()
+def add_dithered(totals: Sequence[Tensor], terms: Sequence[Tensor], seeds: Sequence[int]) -> None:
+    """totals ← the bfloat16 below or above totals + terms, with the probabilities that make the mean exact.
+
+    A sum that is rounded to the nearest stands still once its terms fall below half a unit in its last place. The bits
+    of chance are a hash of an element's place and of the seed, which follows from the parameter's name and the
+    microbatch: the same at every depth and after a resume.
+    """
+    for total, term, seed in zip(totals, terms, seeds, strict=True):
+        exact = total.float().add_(term).view(torch.int32)
+        noise = _noise(total.numel(), seed, total.device).view(total.shape)
+        # Adding to the lower half carries into the upper one with the probability that the lower one names.
+        total.view(torch.int16).copy_(exact.add_(noise).bitwise_right_shift_(16))
+
+
+def _noise(count: int, seed: int, device: torch.device) -> Tensor:
+    """16 bits for each place: a multiplicative hash, mixed twice (int32 products wrap)."""
+    bits = torch.arange(count, dtype=torch.int32, device=device)
+    bits = bits.mul_(-1640531527).add_(seed)
+    for factor in (-2048144777, -1028477379):
+        bits = bits.bitwise_xor_(bits.bitwise_right_shift(15)).mul_(factor)
+    return bits.bitwise_xor_(bits.bitwise_right_shift(16)).bitwise_and_(0xFFFF)

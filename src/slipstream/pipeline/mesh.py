@@ -5,8 +5,7 @@ rows out. The norm: each stage fills its own slots of one float64 vector (zeros 
 the piece), so that the sum over ranks is that of each piece once; every rank then sums the same slots. It travels
 between host processes (`host_sum.py`, or gloo for very many), where a wait for other stages holds no device.
 With a sharded optimizer (ZeRO-1) each data rank owns whole parameters: gradients are reduced to the owner, and a bank
-is completed by broadcasts from the owners in the bank's dtype. Tensors travel as they are; only small ones are packed
-(`buckets.py`).
+is completed by broadcasts from the owners in the bank's dtype.
 """
 
 from __future__ import annotations
@@ -19,28 +18,65 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from slipstream.distributed import wires
 from slipstream.distributed.groups import Group, Groups, Wait
 from slipstream.errors import UserError
 from slipstream.lists import mul_
 from slipstream.optim.sharded import local
-from slipstream.pipeline.buckets import Bucket, buckets
 from slipstream.pipeline.checks import check_ties, held_ties
 from slipstream.pipeline.host_sum import HostSum, PeerLost, suits
 from slipstream.pipeline.peers import (
+    Bucket,
     Gradients,
     InStream,
     OverRanks,
+    Peers,
     RankStatus,
     RunStatus,
     Steps,
     assign_tied,
+    buckets,
     copy_first,
     sum_present,
     to_host,
 )
-from slipstream.pipeline.placement import Grid, Placement, Ranks
+from slipstream.pipeline.placement import Grid, Placement, Ranks, grid_of, owned_rows, place
+from slipstream.pipeline.torch_stage import StageInfo
+from slipstream.pipeline.versions import Versions
+
+
+def peers_of(
+    stage: StageInfo,
+    versions: Versions,
+    ties: dict[str, list[str]],
+    mesh: DeviceMesh | None,
+    data_group: dist.ProcessGroup | None,
+    *,
+    shard_optimizer: bool,
+    summed: bool,
+    gradient_dtype: torch.dtype | None,
+    timeout_seconds: float,
+) -> tuple[Peers, list[Placement]]:
+    """The peers of a stage's rank, with a row for each of its trainable parameters. `summed`: of gradients over data
+    ranks their sum is taken, not their mean."""
+    names, parameters = versions.names, versions.master.parameters
+    by_name: dict[str, Tensor] = dict(zip(names, parameters, strict=True))
+    grid = grid_of(by_name, mesh, data_group)
+    rows = place([versions.module], by_name, grid)
+    indices = {key: [names.index(name) for name in held] for key, held in ties.items()}
+    if shard_optimizer:
+        rows = owned_rows(rows, [p.numel() for p in parameters], indices, grid)
+    if stage.count == 1 and grid.alone:
+        check_ties([held_ties(parameters, indices, rows)])
+        return Peers(len(rows), list(indices.values())), rows
+    made = Mesh(
+        parameters, indices, rows, grid, stage=stage.index, stages=stage.count, group=stage.group,
+        data_group=data_group, device=stage.device, summed=summed, gradient_dtype=gradient_dtype,
+        timeout_seconds=timeout_seconds,
+    )  # fmt: skip
+    return made, rows
 
 
 @dataclass(frozen=True)
@@ -55,8 +91,8 @@ class Holdings:
     pipeline_ranks: list[int]  # global ranks of this pipeline, by stage
 
 
-class Mesh:
-    """Implements `Peers` for one rank. `ties`: tied weight -> indices of this stage's parameters that hold it."""
+class Mesh(Peers):
+    """Those of one rank. `ties`: tied weight -> indices of this stage's parameters that hold it."""
 
     def __init__(
         self,
@@ -80,33 +116,30 @@ class Mesh:
         self._timeout_seconds = timeout_seconds
         held = held_ties(parameters, ties, rows)
         self.holdings = _discover(len(rows), held, stage, stages, group, data_group, grid)
-        self.groups = Groups.handshake([group, *grid.spanning], device, timeout_seconds)
+        self.groups = groups = Groups.handshake([group, *grid.spanning], device, timeout_seconds)
         # Reductions and gathers share a group: updates follow one another, so all ranks use it in one order.
         over: list[Ranks] = sorted(
             ranks for ranks in {grid.data, *(row.averaged_over for row in rows)} if len(ranks) > 1
         )
-        self._over = {ranks: self.groups.device(f"over/{_joined(ranks)}", ranks) for ranks in over}
-        self._tensor: Group | None = None
-        if len(grid.tensor) > 1:
-            self._tensor = self.groups.device(f"tensor/{_joined(grid.tensor)}", grid.tensor)
+        self._over = {ranks: groups.device(f"over/{_joined(ranks)}", ranks) for ranks in over}
+        several = len(grid.tensor) > 1
+        self._tensor = groups.device(f"tensor/{_joined(grid.tensor)}", grid.tensor) if several else None
         everyone = _everyone(group, self.holdings.ranks)
         self._host_sum: HostSum | None = None
         self._control: Group | None = None
         if suits(len(everyone), _numbers(self.holdings)):
             others = [rank for rank in everyone if rank != dist.get_rank()]
-            found = wires.connect(
-                self.groups.scope.under("host_sum"), dist.get_rank(), others, timeout_seconds
-            )
+            found = wires.connect(groups.scope.under("host_sum"), dist.get_rank(), others, timeout_seconds)
             self._host_sum = HostSum(dist.get_rank(), found, timeout_seconds)
         else:
-            self._control = self.groups.host("control", everyone)
+            self._control = groups.host("control", everyone)
         self._tie_groups = {
-            name: TieGroup(self.holdings, name, self.groups, timeout_seconds)
+            name: TieGroup(self.holdings, name, groups, timeout_seconds)
             for name, holding in sorted(self.holdings.holders.items())
             if len(holding) > 1 and stage in holding
         }
         # FSDP and tensor parallelism queue collectives of their own in every microbatch.
-        self.in_step = self.groups.kind == "nccl" and any(row.cut for row in rows)
+        self.in_step = groups.kind == "nccl" and any(row.cut for row in rows)
         self._summed = summed
         self._here = grid.data.index(grid.rank)
         self.sharded = any(row.owner >= 0 for row in rows)
@@ -210,7 +243,6 @@ class Mesh:
         return found
 
     def close(self) -> None:
-        """Hang up; the groups are closed by whoever made them."""
         for tie in self._tie_groups.values():
             tie.close()
         if self._host_sum is not None:

@@ -1,27 +1,30 @@
 """What an update needs from others: gradients over the data axis, tied weights, the global norm, new banks.
 
 Every method is a generator: each `yield` is something to wait for (`Wait`), so that the caller decides whether
-to block or to go on computing in the slack. `Alone` is the answer of a process that has no peers (the emulator,
-one stage); `slipstream.pipeline.mesh.Mesh` is the answer of a rank in a pipeline x data mesh.
+to block or to go on computing in the slack. `Peers` is the answer of a process that has none, `mesh.Mesh` that of a
+rank in a pipeline x data x tensor mesh. A large tensor travels as it is, small ones of a dtype together (`buckets`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from slipstream.distributed import lost
 from slipstream.distributed.groups import Group, Groups, Wait
+from slipstream.lists import copy_
 from slipstream.pipeline.host_sum import PeerLost
 
 Gradients = list[Tensor | None]
-
-
 Steps = Iterator[Wait]
+
+# A message of a megabyte fills a link; below that its fixed cost counts. So only small tensors are copied side by side,
+# and the extra memory is that of norms and biases, not of the model.
+SMALL_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True)
@@ -88,76 +91,48 @@ class RunStatus:
     link_seconds: list[float]
 
 
-class Peers(Protocol):
-    """The other ranks, as an update sees them."""
+class Peers:
+    """The other ranks, as an update sees them. As it stands: none, for one process that holds the whole model (the
+    emulator, one stage). `ties`: lists of indices of parameters that are one weight."""
 
-    owned: list[int]  # parameters whose master and optimizer state live on this rank
-    counted: list[bool]  # whether this rank's slot of a parameter enters the norm
-    sharded: bool  # whether data ranks own different parameters: the same answer on all of them
-    in_step: bool  # whether an update's collectives must stand at one place among the microbatches of all data ranks
+    sharded = False  # whether data ranks own different parameters: the same answer on all of them
+    in_step = (
+        False  # whether an update's collectives must stand at one place among all data ranks' microbatches
+    )
+    groups: Groups | None = None  # the process groups it uses
 
-    @property
-    def groups(self) -> Groups | None:
-        """The process groups it uses."""
-        ...
+    def __init__(self, count: int, ties: Sequence[Sequence[int]] = ()) -> None:
+        self._of_one = [list(tie) for tie in ties]
+        twins = {index for tie in ties for index in tie[1:]}
+        self.owned = list(range(count))  # parameters whose master and optimizer state live on this rank
+        self.counted = [index not in twins for index in range(count)]  # whether its slot enters the norm here
 
     def reduce(self, grads: Gradients) -> Steps:
         """Average over the data axis, in place (for a sharded optimizer: at least on the owner)."""
-        ...
-
-    def tie(self, grads: Gradients) -> Steps:
-        """Sum the gradients of tied weights, in place."""
-        ...
-
-    def exchange(self, squares: Tensor, status: RankStatus) -> Generator[Wait, None, RunStatus]:
-        """Tell this rank's slots of the squared norms and its status; return what all told."""
-        ...
-
-    def gather(self, weights: Sequence[Tensor]) -> Steps:
-        """Complete a bank of which each owner has written its part."""
-        ...
-
-    def broadcast_initial(self, weights: Sequence[Tensor]) -> None:
-        """At the start, give tied weights and data ranks the values of the first of them."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Alone:
-    """One process that holds the whole model. `ties`: lists of indices of parameters that are one weight."""
-
-    sharded = False
-    in_step = False
-    groups: Groups | None = None
-
-    def __init__(self, count: int, ties: Sequence[Sequence[int]] = ()) -> None:
-        self.owned = list(range(count))
-        self.ties = [list(tie) for tie in ties]
-        twins = {index for tie in self.ties for index in tie[1:]}
-        self.counted = [index not in twins for index in range(count)]
-
-    def reduce(self, grads: Gradients) -> Steps:
         yield from ()
 
     def tie(self, grads: Gradients) -> Steps:
-        for tie in self.ties:
+        """Sum the gradients of tied weights, in place."""
+        for tie in self._of_one:
             assign_tied(sum_present([grads[index] for index in tie]), grads, tie)
         yield from ()
 
     def exchange(self, squares: Tensor, status: RankStatus) -> Generator[Wait, None, RunStatus]:
+        """Tell this rank's slots of the squared norms and its status; return what all told."""
         told = yield from to_host(squares)
         return RunStatus(told, status.stop, [status.work_seconds], [status.link_seconds])
 
     def gather(self, weights: Sequence[Tensor]) -> Steps:
+        """Complete a bank of which each owner has written its part."""
         yield from ()
 
     def broadcast_initial(self, weights: Sequence[Tensor]) -> None:
-        for tie in self.ties:
+        """At the start, give tied weights and data ranks the values of the first of them."""
+        for tie in self._of_one:
             copy_first(weights, tie)
 
     def close(self) -> None:
-        pass
+        """Hang up; the groups are closed by whoever made them."""
 
 
 def copy_first(weights: Sequence[Tensor], tie: Sequence[int]) -> None:
@@ -193,3 +168,38 @@ def to_host(vector: Tensor) -> Generator[Wait, None, list[float]]:
         yield OnDevice(event)
         vector = host
     return vector.tolist()
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """`flat` is what travels; `tensors` are what it was packed from, none where it is the tensor itself."""
+
+    flat: Tensor
+    tensors: tuple[Tensor, ...] = ()
+
+    def unpack(self) -> None:
+        """Back into the tensors."""
+        parts = self.flat.split([tensor.numel() for tensor in self.tensors]) if self.tensors else ()
+        pairs = zip(parts, self.tensors, strict=True)
+        copy_(list(self.tensors), [part.view(tensor.shape) for part, tensor in pairs])
+
+
+def buckets(tensors: Sequence[Tensor], small: int | None = None, limit: int = BUCKET_BYTES) -> list[Bucket]:
+    """In an order that follows from sizes and dtypes alone, so that all ranks have the same."""
+    small = SMALL_BYTES if small is None else small
+    found: list[Bucket] = []
+    packed: dict[torch.dtype, list[Tensor]] = {}
+    filled: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        if tensor.nbytes >= small and tensor.is_contiguous():
+            found.append(Bucket(tensor))
+            continue
+        if packed.get(tensor.dtype) and filled[tensor.dtype] + tensor.nbytes > limit:
+            found.append(_pack(packed.pop(tensor.dtype)))
+        packed.setdefault(tensor.dtype, []).append(tensor)
+        filled[tensor.dtype] = sum(member.nbytes for member in packed[tensor.dtype])
+    return found + [_pack(members) for members in packed.values()]
+
+
+def _pack(tensors: list[Tensor]) -> Bucket:
+    return Bucket(torch.cat([tensor.reshape(-1) for tensor in tensors]), tuple(tensors))

@@ -1,4 +1,10 @@
-"""A copy of a stage's module whose weights are one version, and what it takes to make one as `prepare` wants it."""
+"""A copy of a stage's module whose weights are one version, and what it takes to make one as `prepare` wants it.
+
+FSDP2 has to be told when to reduce gradients and when to give weights back. A bank does not change while a group reads
+it, so its weights are gathered once: they stay whole from one microbatch to the next (unless the user chose
+`reshard_after_forward`) and are given back after the group's last backward, before the next bank is written into them.
+Weights that stay whole beyond that would be read again, stale.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from slipstream.errors import UserError
 from slipstream.optim.sharded import local
-from slipstream.pipeline.fsdp import sharded_modules
 
 Prepare = Callable[[nn.Module], nn.Module | None]
 Part = tuple[
@@ -117,22 +122,37 @@ def caches(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_buffers() if name not in saved}
 
 
-def _trainable(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module.parameters() if p.requires_grad]
-
-
-def _prepared(module: nn.Module, prepare: Prepare | None) -> Callable[..., object]:
-    if prepare is None:
-        return module
-    prepared = prepare(module)
-    return module if prepared is None else prepared
-
-
 def make_replica(module: nn.Module, bank_dtype: torch.dtype | None, prepare: Prepare | None) -> Replica:
     if bank_dtype is not None:
         for parameter in module.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(bank_dtype)
-    call = _prepared(module, prepare)
-    parameters = _trainable(module)
-    return Replica(module, call, parameters, [local(p) for p in parameters], sharded_modules(module))
+    prepared = None if prepare is None else prepare(module)
+    call = module if prepared is None else prepared
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    # The root need not be one that `fully_shard` was applied to.
+    shards: list[FSDPModule] = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    return Replica(module, call, parameters, [local(p) for p in parameters], shards)
+
+
+def before_backward(modules: Sequence[FSDPModule], last: bool) -> None:
+    """Gradients are reduced, and weights given back, in the backward of a group's last microbatch only."""
+    for module in modules:
+        module.set_is_last_backward(last)
+        module.set_requires_gradient_sync(last, recurse=False)
+        module.set_reshard_after_backward(last, recurse=False)
+
+
+def give_back(modules: Sequence[FSDPModule]) -> None:
+    """Free the whole weights; the next forward gathers what is written into the shards by then."""
+    for module in modules:
+        module.reshard()
+
+
+def sum_gradients(modules: Sequence[FSDPModule]) -> None:
+    """Over data ranks, where the loss has been divided by the global number of tokens already."""
+    for module in modules:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(
+            True
+        )  # gloo cannot scale on the way: nothing is left to scale

@@ -25,20 +25,25 @@ from slipstream.errors import UserError
 from slipstream.optim.corrections import Correction, build_correction, check_mixed
 from slipstream.optim.muon import Muon
 from slipstream.pipeline import state as states
-from slipstream.pipeline.checks import check_inputs, named_ties
+from slipstream.pipeline.checks import (
+    check_covers,
+    check_inputs,
+    check_layers,
+    check_pieces,
+    evaluating,
+    named_ties,
+    optimizer_of,
+    split_shared,
+)
 from slipstream.pipeline.compact import not_compact
 from slipstream.pipeline.depth import Depth
 from slipstream.pipeline.flight import Flight, Result
-from slipstream.pipeline.fsdp import give_back, sum_gradients
 from slipstream.pipeline.guard import Guard
 from slipstream.pipeline.links import Links
-from slipstream.pipeline.mesh import Mesh
+from slipstream.pipeline.mesh import peers_of
 from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, merged
-from slipstream.pipeline.modules import check_layers, evaluating, split_shared
 from slipstream.pipeline.options import Options
-from slipstream.pipeline.peers import Alone
-from slipstream.pipeline.plan import check_optimizer, optimizer_of, peers_of, planned
-from slipstream.pipeline.replica import Prepare
+from slipstream.pipeline.replica import Prepare, give_back, sum_gradients
 from slipstream.pipeline.sharding import collapse, make_whole, materialised, refuse_lost, refuse_to_save
 from slipstream.pipeline.torch_stage import read_stage
 from slipstream.pipeline.trace import Trace
@@ -118,8 +123,10 @@ class Schedule2BW:
         if data_reduction == "sum":
             for replica in self._versions.replicas:
                 sum_gradients(replica.shards)
-        plan = planned(self._versions, ties, mesh, data_group, shard_optimizer, data_reduction == "sum")
-        self._peers: Alone | Mesh = peers_of(self._stage, plan, data_group, timeout, gradient_dtype)
+        self._peers, rows = peers_of(
+            self._stage, self._versions, ties, mesh, data_group, shard_optimizer=shard_optimizer,
+            summed=data_reduction == "sum", gradient_dtype=gradient_dtype, timeout_seconds=timeout,
+        )  # fmt: skip
         self._links = Links(
             self._stage, self._peers.groups, warm_up_behind=lambda: self._depth.warm_up_behind,
             lead=lambda: self._depth.lead, timeout_seconds=timeout,
@@ -131,7 +138,9 @@ class Schedule2BW:
             collapse(self._versions, self._peers.owned)
         assert optimizer is not None
         self.optimizer = optimizer_of(optimizer, module)
-        check_optimizer(self._versions, self.optimizer, correction, plan.rows)
+        owned = [(self._versions.names[i], self._versions.master.parameters[i]) for i in self._versions.owned]
+        check_covers(self.optimizer, module, dict(owned))
+        check_pieces(correction, rows)
         if compact_master is not False:
             self._make_compact(correction, needed=compact_master is True)
         if self._versions.partial:

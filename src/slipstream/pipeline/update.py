@@ -25,12 +25,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from slipstream.distributed import lost
 from slipstream.distributed.groups import Wait
-from slipstream.errors import UserError
 from slipstream.lists import norms
 from slipstream.optim.corrections import Correction
 from slipstream.pipeline.host_sum import PeerLost
@@ -346,32 +345,6 @@ class _Transaction:
         except StopIteration:
             self._waiting = None
             self.done = True
-
-
-def no_optimizer() -> Optimizer:
-    """Of a stage that has no parameters, where torch's optimizers refuse: something for a learning-rate scheduler."""
-    return torch.optim.SGD([{"params": []}])
-
-
-def check_covers(
-    optimizer: Optimizer, module: nn.Module, names: Sequence[str], parameters: Sequence[nn.Parameter]
-) -> None:
-    """Every trainable parameter must be the optimizer's, and nothing that is not in the master may be."""
-    held = [p for entry in optimizer.param_groups for p in entry["params"]]
-    own, found = {id(p) for p in module.parameters()}, {id(p) for p in held}
-    foreign = [tuple(p.shape) for p in held if id(p) not in own]
-    if foreign:
-        raise UserError(
-            f"The optimizer holds {len(foreign)} parameters that are not the master's (shape {foreign[0]}). "
-            "No update would see their gradients: put what is trained (of a loss, say) into the stage's module."
-        )
-    missing = [name for name, p in zip(names, parameters, strict=True) if id(p) not in found]
-    if missing:
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise UserError(
-            f"The optimizer misses {len(missing)} trainable parameters of the master: {shown}. "
-            "Build it from module.parameters() of the module it is given, or freeze them with requires_grad_(False)."
-        )
 
 
 def _sum(squared: Sequence[float]) -> float:

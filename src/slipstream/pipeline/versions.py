@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from slipstream.lists import copy_
-from slipstream.pipeline.compact import Compact
-from slipstream.pipeline.halves import round_into
-from slipstream.pipeline.modules import refuse_changed_buffers
+from slipstream.pipeline.checks import refuse_changed_buffers
+from slipstream.pipeline.compact import Compact, round_into
 from slipstream.pipeline.replica import (
     Part,
     Prepare,

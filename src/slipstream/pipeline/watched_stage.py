@@ -2,21 +2,63 @@
 
 Every schedule of torch computes through three methods of its stages: a forward, a backward or its input half, the
 weight half. They have no underscore and are no public interface either; a test holds their signatures.
+
+Torch keeps no record of what its schedules do: `TorchTrace` times these calls and the loss, which is a part of the last
+stage's forward, as in our engine. What a stage waits for is waited for before them, on a GPU in the order of its
+stream, so it is in no span.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from slipstream.pipeline.torch_trace import TorchTrace
-from slipstream.schedule.actions import Kind
+from slipstream.pipeline.trace import Moment, Trace
+from slipstream.schedule.actions import Action, Kind
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class TorchTrace(Trace):
+    """The trace of the stages of one rank. `group` is the one whose actions run; its owner counts it up."""
+
+    def __init__(self, stage: int, rank: int, device: torch.device) -> None:
+        super().__init__(stage, device, rank)
+        self.group = 0
+        self._open: tuple[Moment, Action] | None = None  # the last stage's forward, until its loss is there
+
+    @contextlib.contextmanager
+    def timed(self, kind: Kind, stage: int, microbatch: int, until_loss: bool = False) -> Iterator[None]:
+        """An action of one of the stages; `until_loss`: a forward ends with its loss."""
+        began = self.begin()
+        yield
+        action = Action(kind, stage, microbatch, self.group, self.group)
+        if until_loss and kind is Kind.FORWARD:
+            self._open = began, action
+        else:
+            self.end(began, action)
+
+    def update(self, group: int) -> contextlib.AbstractContextManager[None]:
+        return self.action(Kind.UPDATE, group, version=group + 1)
+
+    def with_loss(self, loss: Loss) -> Loss:
+        """`loss`, as the end of the last stage's forward."""
+
+        def timed(output: Any, target: Any) -> Tensor:
+            value = loss(output, target)
+            if self._open is not None:
+                began, action = self._open
+                self._open = None
+                self.end(began, action)
+            return value
+
+        return timed
 
 
 class WatchedStage(PipelineStage):

@@ -34,13 +34,12 @@ from slipstream.optim.corrections import build_correction
 from slipstream.pipeline import state as states
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.mesh import Mesh
-from slipstream.pipeline.peers import Alone
+from slipstream.pipeline.peers import Peers
 from slipstream.pipeline.placement import grid_of, place
 from slipstream.pipeline.replica import Replica
-from slipstream.pipeline.torch_trace import TorchTrace
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import Versions
-from slipstream.pipeline.watched_stage import WatchedStage
+from slipstream.pipeline.watched_stage import TorchTrace, WatchedStage
 from slipstream.schedule.cutover import Cutover, always
 from slipstream.schedule.timeline import Span
 from slipstream.train import build
@@ -79,7 +78,7 @@ class Synchronous:
         ties = _ties(model, names)
         parameters = [p for versions in self._versions for p in versions.master.parameters]
         if world.size == 1:
-            peers: Alone | Mesh = Alone(len(names), list(ties.values()))
+            peers = Peers(len(names), list(ties.values()))
         else:
             by_name = dict(zip(names, parameters, strict=True))
             grid = grid_of(by_name, None, data_group)
