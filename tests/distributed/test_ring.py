@@ -1,12 +1,13 @@
 """A ring's laws: order, growth, no slot filled before it is emptied, and a clear end when the other end is gone."""
 
+import socket
 import weakref
 
 import pytest
 import torch
 
 from slipstream.distributed import ring
-from slipstream.distributed.ring import RingReader, RingWriter, socket_pair
+from slipstream.distributed.ring import RingReader, RingWriter
 from slipstream.distributed.slots import HostSlots
 
 
@@ -43,7 +44,7 @@ class Checked(HostSlots):
 @pytest.fixture
 def ends():
     Checked.made.clear()
-    ours, theirs = socket_pair()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return RingWriter(ours, Checked, 0.1), RingReader(theirs, Checked)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 
 from pipeline import tiny
 from slipstream import Emulator, Schedule2BW
-from slipstream.optim import build, sharded, stacks
+from slipstream.optim import build, newton_schulz, sharded
 
 M = 8
 DEVICE = torch.device("cuda", 0)
@@ -22,7 +22,7 @@ DEVICE = torch.device("cuda", 0)
 
 def muon(module):
     """In float32, so that it can be held against the emulator: on a GPU it works in bf16."""
-    stacks.compute_dtype = sharded.compute_dtype = lambda tensor: torch.float32
+    newton_schulz.compute_dtype = sharded.compute_dtype = lambda tensor: torch.float32
     return build("muon", module, lr=0.01)
 
 

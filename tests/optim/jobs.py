@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from slipstream.optim import build, stacks
+from slipstream.optim import build, newton_schulz
 
 
 class Block(nn.Module):
@@ -97,17 +97,17 @@ def whole_matrices(world, name: str) -> dict[str, Tensor]:
 def orthogonalised(world) -> list[int]:
     """How many matrices each rank puts through Newton-Schulz in one step over sharded ones."""
     counts: list[int] = []
-    kept = stacks.orthogonalise
+    kept = newton_schulz.orthogonalise
 
     def counting(stack: Tensor, steps: int) -> Tensor:
         counts.append(len(stack))
         return kept(stack, steps)
 
-    stacks.orthogonalise = counting
+    newton_schulz.orthogonalise = counting
     try:
         fsdp(world, "muon")
     finally:
-        stacks.orthogonalise = kept
+        newton_schulz.orthogonalise = kept
     return counts
 
 

@@ -16,7 +16,7 @@ TINY = ModelConfig(vocab=32, dim=16, layers=2, heads=2, kv_heads=1, ffn=24)
 
 def test_matrices_are_those_of_the_model():
     from slipstream.models.stages import build_model
-    from slipstream.optim.roles import split_parameters
+    from slipstream.optim.build import split_parameters
 
     shapes = sorted(tuple(p.shape) for p in bench.matrices(TINY, "cpu"))
     assert shapes == sorted(tuple(p.shape) for p in split_parameters(build_model(TINY, seed=0))[0])

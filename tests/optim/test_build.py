@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from optim import references
 from slipstream.errors import UserError
 from slipstream.optim import RECIPES, build, capped
-from slipstream.optim.roles import split_parameters
+from slipstream.optim.build import split_parameters
 
 
 class Toy(nn.Module):

@@ -11,10 +11,15 @@ from torch import Tensor, nn
 
 from optim import references
 from slipstream.errors import UserError
-from slipstream.optim.gram import orthogonalise_by_gram
 from slipstream.optim.muon import Muon
-from slipstream.optim.newton_schulz import COEFFICIENTS, STEPS, orthogonalise
-from slipstream.optim.stacks import orthogonal_stacks, stacks
+from slipstream.optim.newton_schulz import (
+    COEFFICIENTS,
+    STEPS,
+    orthogonal_stacks,
+    orthogonalise,
+    orthogonalise_by_gram,
+    stacks,
+)
 
 SHAPES = [(128, 128), (64, 128), (384, 128), (128, 384), (7, 13), (3, 5), (2, 3), (31, 97), (1, 8), (40, 6)]
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from slipstream.optim import muon
 from slipstream.optim.muon import Muon
+from slipstream.optim.newton_schulz import stacks
 from slipstream.optim.sharded import group_matrices
-from slipstream.optim.stacks import stacks
 
 SHAPES = [(24, 24), (8, 24), (24, 24), (3, 24, 8), (40, 24), (8, 24), (2, 24, 8), (0, 24), (40, 24)]
 

@@ -5,8 +5,8 @@ import socket
 import pytest
 import torch
 
-from slipstream.distributed.affinity import share
 from slipstream.distributed.wires import Wire
+from slipstream.distributed.world import share
 from slipstream.errors import StageError
 from slipstream.pipeline.host_sum import HostSum, PeerLost, suits
 from slipstream.pipeline.neighbours import Neighbour, Waiting

@@ -24,11 +24,10 @@ from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
 from slipstream.pipeline.versions import Versions
 from slipstream.schedule.cutover import Cutover, never
-from slipstream.torchtitan import Settings, with_2bw
+from slipstream.torchtitan import Settings, check_torch, with_2bw
 from slipstream.torchtitan.configs import configs_of
 from slipstream.torchtitan.optimizers import Optimizers2BW
 from slipstream.torchtitan.refusals import check, refused
-from slipstream.torchtitan.versions import check_torch
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "torchtitan"
 

@@ -27,17 +27,42 @@ MOST_FOLDER_BYTES = 80  # of the folder in which `socket_folder` makes one
 _MEMORY, _FILLED, _EMPTIED = b"R", b"M", b"F"
 
 
-class RingWriter:
+class _End:
+    """What both ends have: a wire, and the slots that the next message lies in."""
+
+    def __init__(self, wire: socket.socket, maker: SlotMaker) -> None:
+        self._wire, self._maker = wire, maker
+        self._slots: Slots | None = None
+        self._used = 0  # messages that went through the current slots
+        self._outgrown: list[Slots] = []
+
+    def _go_on_with(self, slots: Slots) -> Slots:
+        if self._slots is not None:
+            self._outgrown.append(self._slots)
+        self._slots, self._used = slots, 0
+        return slots
+
+    def closed(self) -> bool:
+        return hung_up(self._wire)
+
+    def hang_up(self) -> None:
+        """Let the other end know that nothing more comes; the memory stays."""
+        self._wire.close()
+
+    def close(self) -> None:
+        """Hang up and give the memory back."""
+        self.hang_up()
+        self._slots = None
+        self._outgrown.clear()
+
+
+class RingWriter(_End):
     """The sending end. It owns the memory."""
 
     def __init__(self, wire: socket.socket, maker: SlotMaker, timeout_seconds: float) -> None:
-        self._wire = wire
-        self._maker = maker
+        super().__init__(wire, maker)
         self._timeout_seconds = timeout_seconds
-        self._slots: Slots | None = None
-        self._used = 0  # messages written into the current slots
         self._unread: deque[Slots] = deque()  # the memory of each message the reader has not emptied
-        self._outgrown: list[Slots] = []
 
     def send(self, tensor: Tensor) -> None:
         """Queue the copy into a slot and tell the reader."""
@@ -68,43 +93,23 @@ class RingWriter:
         return slots
 
     def _open(self, count: int, size: int, tensor: Tensor) -> Slots:
-        if self._slots is not None:
-            self._outgrown.append(self._slots)
-        self._slots = self._maker.make(count, size, tensor.device)
-        self._used = 0
-        message, descriptors = self._slots.handles()
+        slots = self._go_on_with(self._maker.make(count, size, tensor.device))
+        message, descriptors = slots.handles()
         socket.send_fds(self._wire, [_MEMORY + message], descriptors)
-        return self._slots
+        return slots
 
     def _take_back(self) -> None:
         if not self._wire.recv(1):
             raise ConnectionError("closed by the other end")
         self._unread.popleft()
 
-    def closed(self) -> bool:
-        return hung_up(self._wire)
-
-    def hang_up(self) -> None:
-        """Let the other end know that nothing more comes; the memory stays."""
-        self._wire.close()
-
     def close(self) -> None:
-        """Hang up and give the memory back."""
-        self.hang_up()
-        self._slots = None
+        super().close()
         self._unread.clear()
-        self._outgrown.clear()
 
 
-class RingReader:
+class RingReader(_End):
     """The receiving end."""
-
-    def __init__(self, wire: socket.socket, maker: SlotMaker) -> None:
-        self._wire = wire
-        self._maker = maker
-        self._slots: Slots | None = None
-        self._used = 0
-        self._outgrown: list[Slots] = []
 
     def ready(self) -> bool:
         """Whether `receive` would find a message, or the other end gone, at once."""
@@ -130,27 +135,8 @@ class RingReader:
         if not packet:
             raise ConnectionError("closed by the other end")
         if packet[:1] == _MEMORY:
-            if self._slots is not None:
-                self._outgrown.append(self._slots)
-            self._slots = self._maker.open(packet[1:], descriptors)
-            self._used = 0
+            self._go_on_with(self._maker.open(packet[1:], descriptors))
         return packet
-
-    def closed(self) -> bool:
-        return hung_up(self._wire)
-
-    def hang_up(self) -> None:
-        self._wire.close()
-
-    def close(self) -> None:
-        self.hang_up()
-        self._slots = None
-        self._outgrown.clear()
-
-
-def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends of a wire inside one process, for tests."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def readable(wire: socket.socket, seconds: float) -> bool:

@@ -19,7 +19,6 @@ import mmap
 import os
 import pickle
 from multiprocessing.reduction import ForkingPickler
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,33 +26,9 @@ from torch import Tensor
 _ALIGNMENT = 512
 
 
-class Slots(Protocol):
-    """`count` slots of `size` bytes each."""
-
-    count: int
-    size: int
-
-    def write(self, index: int, tensor: Tensor, again: bool) -> None:
-        """Fill a slot; `again`: it has been filled and emptied before."""
-        ...
-
-    def read(self, index: int, out: Tensor) -> None: ...
-
-    def handles(self) -> tuple[bytes, list[int]]:
-        """What another process needs to open the same memory: bytes, and file descriptors to send along."""
-        ...
-
-
-class SlotMaker(Protocol):
-    """How a kind of memory is made by the process that writes, and opened by the one that reads."""
-
-    def make(self, count: int, size: int, device: torch.device) -> Slots: ...
-
-    def open(self, message: bytes, descriptors: list[int]) -> Slots: ...
-
-
 class DeviceSlots:
-    """Slots in the memory of a GPU that both processes use."""
+    """`count` slots of `size` bytes each in the memory of a GPU that both processes use: made by the one that writes,
+    opened by the one that reads."""
 
     def __init__(
         self, memory: Tensor, filled: list[torch.cuda.Event], emptied: list[torch.cuda.Event]
@@ -74,6 +49,7 @@ class DeviceSlots:
         return cls(*pickle.loads(message))
 
     def write(self, index: int, tensor: Tensor, again: bool) -> None:
+        """Fill a slot; `again`: it has been filled and emptied before."""
         stream = torch.cuda.current_stream(self._memory.device)
         if again:
             self._emptied[index].wait(stream)
@@ -87,13 +63,14 @@ class DeviceSlots:
         self._emptied[index].record(stream)
 
     def handles(self) -> tuple[bytes, list[int]]:
+        """What another process needs to open the same memory: bytes, and file descriptors to send along."""
         # What torch teaches multiprocessing: the memory stays this process's, and lives while a reader has it open.
         with torch.cuda.device(self._memory.device):
             return bytes(ForkingPickler.dumps((self._memory, self._filled, self._emptied))), []
 
 
 class HostSlots:
-    """Slots in host memory, for tensors of any device."""
+    """The same in host memory, for tensors of any device."""
 
     def __init__(self, descriptor: int, count: int, size: int) -> None:
         self.count, self.size = count, size
@@ -125,6 +102,10 @@ class HostSlots:
 
     def __del__(self) -> None:
         os.close(self._descriptor)
+
+
+Slots = DeviceSlots | HostSlots
+SlotMaker = type[DeviceSlots] | type[HostSlots]
 
 
 def slot_view(slot: Tensor, like: Tensor) -> Tensor:

@@ -1,8 +1,12 @@
 """Name and options -> an optimizer over a stage's parameters: hidden matrices, and the rest.
 
-Invariant: every optimizer has the same two parameter groups on every stage, `role` "matrices" and "rest"
-(`roles.py`), either of which may be empty; `initial_lr` holds a group's peak rate. Weight decay falls on the
-matrices only, unless decay="all".
+Invariant: every optimizer has the same two parameter groups on every stage, `role` "matrices" and "rest", either of
+which may be empty; `initial_lr` holds a group's peak rate. Weight decay falls on the matrices only, unless decay="all".
+
+A parameter is a hidden matrix if it has two dimensions, or three (experts stacked as [E, out, in]), and is not part of
+an embedding or of the head. That is read off, in this order: the marker `parameter.slipstream_role` ("matrix",
+"embedding", "head" or "vector"), the module that holds it, its name. A tied parameter has several modules and names:
+one that is an embedding's or a head's is enough. Never its position, which depends on how the model was cut.
 
 Names and defaults are in `slipstream/optimizers.py`.
 """
@@ -16,16 +20,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from slipstream.errors import UserError
 from slipstream.optim.capped import CappedAdamW
 from slipstream.optim.library import LibraryOptimizer
 from slipstream.optim.muon import Muon
-from slipstream.optim.roles import split_parameters
 from slipstream.optimizers import ADAMW_REST, OPTIMIZERS, Defaults, check_options, unknown
 
 Group = dict[str, Any]
+_EMBEDDING_WORDS = ("embed", "wte", "wpe")
+_HEAD_NAMES = ("head", "lm_head", "output")
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,9 @@ RECIPES: dict[str, Recipe] = {
 
 def build(name: str, module: nn.Module, **options: Any) -> Optimizer:
     """An optimizer over the trainable parameters of `module`. Options that are None keep their defaults."""
-    recipe = _recipe(name)
+    if name not in RECIPES:
+        raise UserError(unknown("optimizer", name, RECIPES))
+    recipe = RECIPES[name]
     decay = options.pop("decay", None) or "matrices"
     given = {
         key: tuple(value) if isinstance(value, list) else value
@@ -109,15 +117,10 @@ def _made(name: str, recipe: Recipe, module: nn.Module, settings: dict[str, Any]
             "Use muon, adamw or lion with FSDP, or shard the optimizer by whole matrices instead."
         )
     lr, weight_decay = settings.pop("lr"), settings.pop("weight_decay")
+    own = {"algorithm": name, "lr": lr}
     groups: list[Group] = [
-        {"params": matrices, "role": "matrices", "algorithm": name, "lr": lr, "weight_decay": weight_decay},
-        {
-            "params": rest,
-            "role": "rest",
-            "algorithm": name,
-            "lr": lr,
-            "weight_decay": weight_decay if decay == "all" else 0.0,
-        },
+        {"params": matrices, "role": "matrices", **own, "weight_decay": weight_decay},
+        {"params": rest, "role": "rest", **own, "weight_decay": weight_decay if decay == "all" else 0.0},
     ]
     if recipe.known.for_matrices:
         adamw = {key.removeprefix("adamw_"): settings.pop(key) for key in ADAMW_REST}
@@ -126,12 +129,6 @@ def _made(name: str, recipe: Recipe, module: nn.Module, settings: dict[str, Any]
     for group in groups:
         group["initial_lr"] = group["lr"]
     return recipe.make(groups, settings)
-
-
-def _recipe(name: str) -> Recipe:
-    if name not in RECIPES:
-        raise UserError(unknown("optimizer", name, RECIPES))
-    return RECIPES[name]
 
 
 def _check(name: str, given: Mapping[str, Any], decay: str) -> None:
@@ -147,3 +144,33 @@ def _check(name: str, given: Mapping[str, Any], decay: str) -> None:
     rates = (*given.get("adamw_betas", (0.0, 0.0)), given.get("row_beta", 0.0))
     if len(rates) != 3 or not all(0 <= rate < 1 for rate in rates):
         raise UserError(f"{name} needs two adamw_betas and row_beta in [0, 1), not {dict(given)}.")
+
+
+def split_parameters(module: nn.Module) -> tuple[list[Parameter], list[Parameter]]:
+    """The trainable parameters of a stage: hidden matrices, and the rest, each in the module's order."""
+    names: dict[Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    matrices: list[Parameter] = []
+    rest: list[Parameter] = []
+    for parameter, own in names.items():
+        found = (is_matrix(name, parameter, module.get_submodule(name.rpartition(".")[0])) for name in own)
+        (matrices if all(found) else rest).append(parameter)
+    return matrices, rest
+
+
+def is_matrix(name: str, parameter: Parameter, owner: nn.Module) -> bool:
+    role = getattr(parameter, "slipstream_role", None)
+    if role is not None:
+        return role == "matrix"
+    if parameter.ndim not in (2, 3) or isinstance(
+        owner, nn.Embedding | nn.EmbeddingBag | nn.Conv1d | nn.ConvTranspose1d
+    ):
+        return False
+    words = name.lower().split(".")
+    if any(part in word for word in words for part in _EMBEDDING_WORDS):
+        return False
+    # `layers.3.attention.output.weight` is a hidden matrix; the model's own head stands outside the layers.
+    in_a_layer = any(word.isdigit() for word in words)
+    return in_a_layer or not any(word in _HEAD_NAMES for word in words)

@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from slipstream.distributed.groups import Group, Groups, Wait
 from slipstream.errors import UserError
-from slipstream.optim.newton_schulz import compute_dtype
-from slipstream.optim.stacks import Fill, Stack, orthogonal_stacks, stacks
+from slipstream.optim.newton_schulz import Fill, Stack, compute_dtype, orthogonal_stacks, stacks
 from slipstream.torch_private import is_strided_shard
 
 

@@ -7,7 +7,18 @@ Trainer2BW                        -> torchtitan's trainer with a training step o
 
 import torch
 
-from slipstream.torchtitan.versions import check_torch
+from slipstream.errors import UserError
+
+
+def check_torch(version: str) -> None:
+    """Before anything of torchtitan is imported: its own error names a class (DataParallelMeshDims) that torch 2.11 has
+    not and no one has heard of. docs/torchtitan.md has the pairs of versions."""
+    if tuple(int(part) for part in version.split(".")[:2]) < (2, 13):
+        raise UserError(
+            f"torchtitan 0.3.0 cannot be imported with torch {version}. Install torch 2.14.1, with which its own "
+            "pipelines run too, or torch 2.13."
+        )
+
 
 check_torch(torch.__version__)
 

@@ -22,15 +22,8 @@ from torchtitan.tools.logging import logger
 from slipstream.pipeline.runtime import Schedule2BW
 
 KEY = "slipstream"
-OURS = (
-    "format",
-    "group",
-    "skipped",
-    "published",
-    "banks",
-    "memory",
-    "correction",
-)  # torchtitan saves the rest
+# torchtitan saves the rest.
+OURS = ("format", "group", "skipped", "published", "banks", "memory", "correction")
 
 
 class Banks(Stateful):
@@ -122,7 +115,7 @@ class CheckpointManager2BW(CheckpointManager):
 def _has_banks(checkpoint_id: str) -> bool:
     if filesystem.is_remote(
         checkpoint_id
-    ):  # not asked over the network; checkpoint.exclude_from_loading tells
+    ):  # not asked over the network: checkpoint.exclude_from_loading tells
         return True
     names = dcp.FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
     return any(name == KEY or name.startswith(f"{KEY}.") for name in names)

@@ -14,7 +14,7 @@ from torchtitan.trainer import Trainer
 from slipstream.errors import ConfigError
 
 SCHEDULE = (
-    "1F1B"  # torchtitan cuts a model by its schedule's name: one stage on each rank, the loss on the last
+    "1F1B"  # torchtitan cuts a model by its schedule's name: a stage on each rank, the loss on the last
 )
 
 
