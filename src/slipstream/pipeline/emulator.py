@@ -27,10 +27,10 @@ from slipstream.errors import UserError
 from slipstream.optim.corrections import Correction, build_correction, check_mixed
 from slipstream.pipeline import state as states
 from slipstream.pipeline.checks import check_covers, check_layers, evaluating, split_shared
+from slipstream.pipeline.engine import Engine, refuse_in_hook
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.graphs import Graphs, Recorder, check_current
-from slipstream.pipeline.guard import refuse_in_hook
-from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, as_predicate, check_loss, joined, merged
+from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, check_loss, joined, merged
 from slipstream.pipeline.options import OptimizerFactory, Options
 from slipstream.pipeline.peers import Gradients, Peers
 from slipstream.pipeline.replica import Prepare, Replica
@@ -40,7 +40,7 @@ from slipstream.schedule.cutover import Cutover, GivenCutover
 from slipstream.schedule.timeline import Span
 
 
-class Emulator:
+class Emulator(Engine):
     """Trains `module` (or the chain of `stages`) as an asynchronous pipeline would, in one process.
 
     Arguments that `Schedule2BW` has too mean the same. With that engine's cutover (by default the number of its stages)
@@ -89,7 +89,7 @@ class Emulator:
                 "A recorded microbatch has one set of weights: drop the mismatch or the recorder."
             )
         correction = build_correction(correction)
-        cutovers = _cutovers(cutover, delays, n_microbatches, as_predicate(synchronous))
+        cutovers = _cutovers(cutover, delays, n_microbatches, self._options.flushed)
         _check_cutover(cutovers, cutover, delays, self.mismatches, correction)
         if recorder is not None:
             check_current(next((p.device for p in self._module.parameters()), torch.device("cpu")))
@@ -128,25 +128,6 @@ class Emulator:
         """The module with the newest weights."""
         self.drain()
         return self._module
-
-    @property
-    def after_update(self) -> Callable[[int], None] | None:
-        """Called with g right after update g, and before a later one."""
-        return self._updater.after_update
-
-    @after_update.setter
-    def after_update(self, hook: Callable[[int], None] | None) -> None:
-        self._updater.after_update = hook
-
-    @property
-    def skipped(self) -> int:
-        """How many groups were skipped because their gradient was not finite."""
-        return self._updater.skipped
-
-    @property
-    def grad_norms(self) -> dict[int, float]:
-        """The global gradient norm of recent groups, before clipping."""
-        return self._updater.grad_norms
 
     def step(
         self,
@@ -278,17 +259,6 @@ class Emulator:
         refuse_in_hook(self._updater.in_hook)
         self._updater.finish_all()
 
-    def spread_master(self) -> None:
-        """The master was changed from outside: the groups to come read it, as after a flush."""
-        self.drain()
-        self._updater.await_copies()
-        with torch.no_grad():
-            self._updater.peers.broadcast_initial(
-                [w for versions in self._versions for w in versions.master.weights]
-            )
-            for versions in self._versions:
-                versions.spread()
-
     def capture(self) -> states.State:
         """The state after the last update, as live tensors: clone or copy them before the next step. In `after_update`:
         at the boundary just reached."""
@@ -296,29 +266,9 @@ class Emulator:
             self.drain()
         return states.capture(self._updater)
 
-    def state_dict(self) -> states.State:
-        """The same, as `torch.distributed.checkpoint` loads into it; see `Schedule2BW.state_dict`."""
-        self.drain()
-        return states.capture(self._updater, at_rest=True)
-
-    def hold(self, copied: torch.cuda.Event) -> None:
-        """What `capture` gave is being copied on another stream until `copied`: later updates wait for it, on the
-        device, before they write."""
-        self._updater.hold(copied)
-
-    def load_state_dict(self, state: states.State) -> None:
-        """Continue from a state, of an emulator or the union of a pipeline's (`merge_states`)."""
-        self.drain()
-        states.restore(self._updater, state)
-        self.group = state["group"]
-
     # What a loop asks of a stage of a pipeline, so that one loop drives either.
 
     busy_seconds = math.nan  # one process waits for no other
-
-    def request_stop(self) -> None:
-        """See `stopping`."""
-        self._updater.status.stop = True
 
     def stopping(self) -> bool:
         """Whether a stop was requested."""

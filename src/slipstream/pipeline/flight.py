@@ -103,16 +103,12 @@ class Flight:
             roots = [output for output in outputs if output.requires_grad]
             grads = self._links.receive_gradients(group, index)
         microbatches = self._options.n_microbatches
-        if (
-            index == 0
-        ):  # a new sum: the one before gives its memory back, as far as other stages are not needed
+        if index == 0:  # the sum before gives its memory back, as far as other stages are not needed for that
             self._updater.advance()
             self._updater.settle()
         with self._trace.action(Kind.BACKWARD, group, index, self._versions.reads(group, index).index):
-            last = index + 1 in (
-                self._versions.cutover(group),
-                microbatches,
-            )  # of those that read this replica
+            # Of those that read this replica.
+            last = index + 1 in (self._versions.cutover(group), microbatches)
             before_backward(replica.shards, last)
             self._accumulator.enter(replica, group * microbatches + index)
             if roots:

@@ -77,9 +77,7 @@ class Recording:
     loss: Tensor
     grads: Gradients
     replay: Callable[[], None]
-    sums: Gradients = field(
-        default_factory=list
-    )  # over the microbatches of a group; outside the shared memory
+    sums: Gradients = field(default_factory=list)  # over a group's microbatches; outside the shared memory
     group: int = -1  # whose gradients `sums` hold
 
 

@@ -7,7 +7,7 @@ they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -172,25 +172,11 @@ def merged(outputs: Sequence[Any]) -> Any:
 
 def check_loss(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        seen = (
-            f"a tensor of shape {tuple(loss.shape)}"
-            if isinstance(loss, Tensor)
-            else repr(type(loss).__name__)
-        )
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None
+        seen = shape or repr(type(loss).__name__)
         raise UserError(
             f"loss_fn must return a scalar tensor, not {seen}. Reduce it, for example with .mean()."
         )
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise UserError("The loss does not depend on any trainable parameter. Is it detached, or all frozen?")
     return loss.reshape(())
-
-
-def as_predicate(synchronous: int | Callable[[int], bool]) -> Callable[[int], bool]:
-    """`synchronous=N` flushes the first N groups; a callable says so for any group."""
-    if callable(synchronous):
-        return synchronous
-    if synchronous < 0:
-        raise UserError(
-            f"synchronous={synchronous}: give the number of first groups to flush, or a callable."
-        )
-    return lambda group: group < synchronous

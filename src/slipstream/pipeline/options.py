@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from slipstream.errors import UserError
 from slipstream.optim.corrections import Correction
-from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, as_predicate, presplit, split
+from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, presplit, split
 from slipstream.pipeline.replica import Prepare
 
 OptimizerFactory = Callable[[nn.Module], Optimizer]
@@ -76,7 +76,13 @@ class Options:
 
     @property
     def flushed(self) -> Callable[[int], bool]:
-        return as_predicate(self.synchronous)
+        """`synchronous=N` flushes the first N groups; a callable says so for any group."""
+        first = self.synchronous
+        if callable(first):
+            return first
+        if first < 0:
+            raise UserError(f"synchronous={first}: give the number of first groups to flush, or a callable.")
+        return lambda group: group < first
 
     @property
     def gradient_of_loss(self) -> float:

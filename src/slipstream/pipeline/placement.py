@@ -29,16 +29,8 @@ from slipstream.optim.sharded import least_loaded
 from slipstream.torch_private import fsdp_meshes, is_strided_shard
 
 Ranks = tuple[int, ...]
-DATA_NAMES = (
-    "dp",
-    "data",
-    "fsdp",
-    "hsdp",
-    "ddp",
-    "replicate",
-    "shard",
-    "batch",
-)  # a name begins with one of them
+# A name begins with one of them.
+DATA_NAMES = ("dp", "data", "fsdp", "hsdp", "ddp", "replicate", "shard", "batch")
 TENSOR_NAMES = ("tp", "tensor", "model")
 PIPELINE_NAMES = ("pp", "pipe")
 UNKNOWN_TO_US = {"cp": "context", "context": "context", "ep": "expert", "expert": "expert", "etp": "expert"}
@@ -74,9 +66,7 @@ class Placement:
     counted: bool
     layout: str
     cut: bool  # this rank holds a piece
-    owner: int = (
-        -1
-    )  # of a sharded optimizer: the data rank that has master and state; -1: each rank its own part
+    owner: int = -1  # of a sharded optimizer: the data rank with master and state; -1: each rank its own part
 
 
 def along(mesh: DeviceMesh, axes: Sequence[int]) -> Ranks:

@@ -20,9 +20,7 @@ from slipstream.errors import UserError
 from slipstream.optim.sharded import local
 
 Prepare = Callable[[nn.Module], nn.Module | None]
-Part = tuple[
-    int, bool
-]  # of a group: its number, and whether it is the fresh part (z_g) or the old one (a bank)
+Part = tuple[int, bool]  # of a group: its number, whether it is the fresh part (z_g) or the old one (a bank)
 
 
 def sharded_as(parameter: Tensor, part: Tensor) -> Tensor:
@@ -153,6 +151,4 @@ def sum_gradients(modules: Sequence[FSDPModule]) -> None:
     """Over data ranks, where the loss has been divided by the global number of tokens already."""
     for module in modules:
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(
-            True
-        )  # gloo cannot scale on the way: nothing is left to scale
+        module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale on the way

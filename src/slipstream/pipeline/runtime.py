@@ -37,8 +37,8 @@ from slipstream.pipeline.checks import (
 )
 from slipstream.pipeline.compact import not_compact
 from slipstream.pipeline.depth import Depth
+from slipstream.pipeline.engine import Engine, Guard
 from slipstream.pipeline.flight import Flight, Result
-from slipstream.pipeline.guard import Guard
 from slipstream.pipeline.links import Links
 from slipstream.pipeline.mesh import peers_of
 from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, merged
@@ -56,7 +56,7 @@ from slipstream.schedule.timeline import Span
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
 
-class Schedule2BW:
+class Schedule2BW(Engine):
     """PipeDream-2BW over `torch.distributed.pipelining` stages, one stage per rank.
 
     It takes the place of a schedule of torch's and owns the optimizer, which `optimizer(module)` makes over the master.
@@ -154,7 +154,7 @@ class Schedule2BW:
             self._loss,
         )  # fmt: skip
         self._guarded = Guard(self._stage.index, lambda: self._updater.in_hook)
-        self.group = 0  # groups handed in
+        self.group = 0
 
     def _make_compact(self, correction: Correction, needed: bool) -> None:
         versions, mixed = self._versions, self._cutover.mixed
@@ -276,14 +276,8 @@ class Schedule2BW:
         finally:
             give_back(self._versions.master.shards)  # a forward may have left it whole, and soon stale
 
-    def spread_master(self) -> None:
-        """The master was changed from outside (weights loaded, averaged, pruned): the groups to come read it, as after
-        a flush. On all ranks together; data ranks and tied weights take the values of the first of them."""
-        self.drain()
-        self._updater.await_copies()
-        with torch.no_grad(), self.gathered_master():
-            self._peers.broadcast_initial(self._versions.master.weights)
-            self._versions.spread()
+    def _whole_master(self) -> contextlib.AbstractContextManager[nn.Module]:
+        return self.gathered_master()
 
     def capture(self) -> states.State:
         """The state at the boundary this stage has reached, without draining: for `after_update`. Its tensors are the
@@ -291,47 +285,9 @@ class Schedule2BW:
         its memory back once its group has read it."""
         return states.capture(self._updater)
 
-    def state_dict(self) -> states.State:
-        """Drain, then the state of this stage: live tensors, as of a module. `merge_states` joins the stages' states,
-        `cloned_state` keeps one, `torch.distributed.checkpoint` saves it and loads into it."""
-        self.drain()
-        return states.capture(self._updater, at_rest=True)
-
-    def hold(self, copied: torch.cuda.Event) -> None:
-        """What `capture` gave is being copied on another stream until `copied`: later updates wait for it, on the
-        device, before they write."""
-        self._updater.hold(copied)
-
     def load_state_dict(self, state: states.State) -> None:
-        """Continue from a state: this stage's own, or the union of all, saved with any number of stages."""
-        self.drain()
-        states.restore(self._updater, state)
-        self.group = state["group"]
+        super().load_state_dict(state)
         self._depth.begin_again()
-
-    @property
-    def after_update(self) -> Callable[[int], None] | None:
-        """Called with g right after update g is published on this stage."""
-        return self._updater.after_update
-
-    @after_update.setter
-    def after_update(self, hook: Callable[[int], None] | None) -> None:
-        self._updater.after_update = hook
-
-    @property
-    def completed(self) -> int:
-        """Updates done on this stage."""
-        return self._updater.completed
-
-    @property
-    def skipped(self) -> int:
-        """Groups skipped, on all stages alike, because their gradient was not finite."""
-        return self._updater.skipped
-
-    @property
-    def grad_norms(self) -> dict[int, float]:
-        """The gradient norm over all stages, before clipping, of recent groups."""
-        return self._updater.grad_norms
 
     @property
     def cutover(self) -> Callable[[int], int]:
@@ -347,10 +303,6 @@ class Schedule2BW:
     def busy_seconds(self) -> float:
         """Time spent computing since the start."""
         return self._trace.busy_seconds
-
-    def request_stop(self) -> None:
-        """Ask all stages to stop; it travels with the next update. See `stopping`."""
-        self._updater.status.stop = True
 
     def stopping(self) -> bool:
         """Whether to hand in no further group: the same answer for the same group on every rank.

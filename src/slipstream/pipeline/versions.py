@@ -234,9 +234,7 @@ class Versions:
             taken = [id(other) for other in found.values()]
             if replica is None or id(replica) in taken:
                 free = next((r for r in self.replicas if not r.readers and id(r) not in taken), None)
-                if (
-                    free is None
-                ):  # this group's two parts read them all; what is published later has no place yet
+                if free is None:  # its two parts read them all; what is published later has no place yet
                     assert replica is None, f"group {group} has no replica of its own"
                     free = blank_like(self.replicas[0])
                 free.allocate()

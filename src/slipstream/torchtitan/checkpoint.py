@@ -113,9 +113,7 @@ class CheckpointManager2BW(CheckpointManager):
 
 
 def _has_banks(checkpoint_id: str) -> bool:
-    if filesystem.is_remote(
-        checkpoint_id
-    ):  # not asked over the network: checkpoint.exclude_from_loading tells
+    if filesystem.is_remote(checkpoint_id):  # not asked over the network: exclude_from_loading tells
         return True
     names = dcp.FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
     return any(name == KEY or name.startswith(f"{KEY}.") for name in names)
