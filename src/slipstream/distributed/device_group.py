@@ -137,18 +137,15 @@ class DeviceGroup(dist.ProcessGroup):
             return self.gloo.recv(tensors, srcRank, tag)
         return _Together([self._post(tensor, srcRank) for tensor in tensors])
 
-    def closed(self, rank: int) -> bool:
-        """Whether a rank that this one talked to is gone."""
-        ends = [self._writers.get(rank), self._readers.get(rank)]
-        return any(end is not None and end.closed() for end in ends)
-
     # Collectives ------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         if not self._carries(tensors) or opts.reduceOp != dist.ReduceOp.SUM:
             return self.gloo.allreduce(tensors, opts)
         (tensor,) = tensors
-        return self._summed(tensor, self._exchange(tensor))
+        for rank in self._others():
+            self.send([tensor], rank, 0)  # a rank that is gone is told by what does not come from it
+        return self._summed(tensor)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         if not self._carries(tensors) or opts.reduceOp != dist.ReduceOp.SUM:
@@ -156,7 +153,7 @@ class DeviceGroup(dist.ProcessGroup):
         (tensor,) = tensors
         if self.rank() != opts.rootRank:
             return self.send(tensors, opts.rootRank, 0)
-        return self._summed(tensor, {rank: self._expect(tensor, rank) for rank in self._others()})
+        return self._summed(tensor)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         if not self._carries(tensors):
@@ -175,13 +172,12 @@ class DeviceGroup(dist.ProcessGroup):
         sent = [self.send([tensor], rank, 0) for rank in self._others()]
         return _Together([*sent, *(self._post(outputs[rank], rank) for rank in self._others())])
 
-    def _exchange(self, tensor: Tensor) -> dict[int, _Receive]:
-        """Send to all others and expect as much from each of them."""
-        for rank in self._others():
-            self.send([tensor], rank, 0)  # a rank that is gone is told by what does not come from it
-        return {rank: self._expect(tensor, rank) for rank in self._others()}
+    def _summed(self, tensor: Tensor) -> dist.Work:
+        """The sum of this rank's tensor and one from each of the others, which are expected from now on."""
+        parts = {
+            rank: self._post(torch.empty_like(tensor, requires_grad=False), rank) for rank in self._others()
+        }
 
-    def _summed(self, tensor: Tensor, parts: dict[int, _Receive]) -> dist.Work:
         def add() -> None:
             every = {rank: part.out for rank, part in parts.items()} | {self.rank(): tensor}
             first, *rest = (every[rank] for rank in sorted(every))
@@ -191,9 +187,6 @@ class DeviceGroup(dist.ProcessGroup):
             tensor.detach().copy_(total)
 
         return _Together(list(parts.values()), add)
-
-    def _expect(self, like: Tensor, rank: int) -> _Receive:
-        return self._post(torch.empty_like(like, requires_grad=False), rank)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.size()) if rank != self.rank()]
@@ -307,7 +300,7 @@ class _Receive(dist.Work):
         return self.done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._group.complete(self, _seconds(timeout, self._group))
+        self._group.complete(self, timeout.total_seconds() if timeout else self._group.timeout_seconds)
         if self.error is not None:
             raise self.error
         return True
@@ -331,10 +324,6 @@ class _Together(dist.Work):
             self._then()
             self._then = None
         return True
-
-
-def _seconds(timeout: timedelta | None, group: DeviceGroup) -> float:
-    return group.timeout_seconds if not timeout else timeout.total_seconds()
 
 
 def lost(error: OSError) -> Exception:

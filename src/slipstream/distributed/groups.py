@@ -97,9 +97,9 @@ class Group:
     def recv(self, tensor: Tensor, peer: int) -> dist.Work:
         return self.backend.recv([tensor], peer, 0)
 
-    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> dist.Work:
-        options = dist.AllreduceOptions()
-        options.reduceOp = op
+    def all_reduce(self, tensor: Tensor) -> dist.Work:
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM
         return self.backend.allreduce([tensor], options)
 
     def reduce(self, tensor: Tensor, root: int) -> dist.Work:
@@ -156,7 +156,8 @@ class Groups:
 
     def host(self, name: str, ranks: Sequence[int]) -> Group:
         """A gloo group, for tensors in host memory."""
-        return self._add(self._gloo(name, ranks), ranks, "gloo")
+        store, rank = self._place(name, ranks)
+        return self._add(dist.ProcessGroupGloo(store, rank, len(ranks), timeout=self._timeout), ranks, "gloo")
 
     def device(self, name: str, ranks: Sequence[int], link: Way | None = None) -> Group:
         """A group that carries the device's tensors as the user's does; `link`: one direction between two stages.
@@ -165,17 +166,14 @@ class Groups:
         """
         if self.kind == "nccl":
             made = self._add(self._nccl(name, ranks, link), ranks, "nccl")
-        elif self.kind in (SHARED, STAGED):
-            store, rank = self._place(name, ranks)
-            backend = DeviceGroup(
-                store, rank, len(ranks), self._timeout, maker=slot_maker(self.kind), carried="cuda"
-            )
-            made = self._add(backend, ranks, self.kind)
-        else:
-            made = self.host(name, ranks)
-        if made.in_stream:
             self._connect(made, link)
-        return made
+            return made
+        if self.kind == "gloo":
+            return self.host(name, ranks)
+        store, rank = self._place(name, ranks)
+        maker = slot_maker(self.kind)
+        backend = DeviceGroup(store, rank, len(ranks), self._timeout, maker=maker, carried="cuda")
+        return self._add(backend, ranks, self.kind)
 
     def close(self, failed: bool = False) -> None:
         Groups.open.pop(self._number, None)
@@ -188,10 +186,6 @@ class Groups:
 
     def _place(self, name: str, ranks: Sequence[int]) -> tuple[dist.Store, int]:
         return self.scope.under(name), list(ranks).index(dist.get_rank())
-
-    def _gloo(self, name: str, ranks: Sequence[int]) -> Any:
-        store, rank = self._place(name, ranks)
-        return dist.ProcessGroupGloo(store, rank, len(ranks), timeout=self._timeout)
 
     def _nccl(self, name: str, ranks: Sequence[int], link: Way | None) -> Any:
         store, rank = self._place(name, ranks)

@@ -42,9 +42,6 @@ class _End:
         self._slots, self._used = slots, 0
         return slots
 
-    def closed(self) -> bool:
-        return hung_up(self._wire)
-
     def hang_up(self) -> None:
         """Let the other end know that nothing more comes; the memory stays."""
         self._wire.close()
@@ -143,15 +140,6 @@ def readable(wire: socket.socket, seconds: float) -> bool:
     poll = select.poll()
     poll.register(wire, select.POLLIN)
     return bool(poll.poll(seconds * 1e3))
-
-
-def hung_up(wire: socket.socket) -> bool:
-    """Whether the other end is gone, even if something it sent is still unread."""
-    if wire.fileno() < 0:
-        return True
-    poll = select.poll()
-    poll.register(wire, select.POLLRDHUP)
-    return any(event & (select.POLLRDHUP | select.POLLHUP | select.POLLERR) for _, event in poll.poll(0))
 
 
 def socket_folder() -> tempfile.TemporaryDirectory[str]:

@@ -39,7 +39,7 @@ class Publication:
     new: list[Tensor]  # z_{g+1}
     old: (
         list[Tensor] | None
-    )  # z_g where a correction `needs_previous`; often the banks, so overwritten with them
+    )  # z_g if a correction `needs_previous`; often the banks, so overwritten with them
     optimizer: Optimizer
     params: list[Parameter]
     delay: int

@@ -13,11 +13,11 @@ The argument `floor` is a fraction of the peak. The last update, g = total - 1, 
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable
 
 from slipstream.errors import UserError
+from slipstream.optimizers import unknown
 
 SCHEDULES = ("cosine", "wsd", "constant")
 
@@ -55,11 +55,7 @@ def _progress(group: int, start: int, end: int) -> float:
 
 def _check(name: str, peak: float, total: int, warmup: int, floor: float, decay: int | None) -> None:
     if name not in SCHEDULES:
-        near = difflib.get_close_matches(name, SCHEDULES, 1) or ["cosine"]
-        raise UserError(
-            f"No learning-rate schedule is called {name!r}. Did you mean {near[0]!r}? "
-            f"There are {', '.join(SCHEDULES)}."
-        )
+        raise UserError(unknown("learning-rate schedule", name, SCHEDULES))
     if peak <= 0 or total < 1:
         raise UserError(f"A schedule needs a peak > 0 and at least one update: peak={peak}, total={total}.")
     if not 0 <= warmup <= total:

@@ -22,7 +22,7 @@ from slipstream.errors import CheckpointError, UserError
 from slipstream.lists import copy_
 from slipstream.optim.sharded import local
 from slipstream.pipeline.compact import Halves, whole
-from slipstream.pipeline.replica import Part, Replica, sharded_as
+from slipstream.pipeline.replica import Part, sharded_as
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import THE_MASTER, Versions
 
@@ -74,7 +74,8 @@ def capture(updater: Updater, *, at_rest: bool = False) -> State:
             if memory := updater.correction.memory_of(versions.master.weights[index]):
                 state["memory"][name] = memory
         published = set(versions.banks())
-        for group, replica in _banks_of(versions, updater.completed, at_rest).items():
+        banks = versions.apart(updater.completed) if at_rest else versions.banks()
+        for group, replica in banks.items():
             if any(i in replica.freed for i in versions.owned):
                 raise UserError(
                     f"The bank of group {group} is gone, as its old part is done. Call capture() in after_update, "
@@ -93,10 +94,6 @@ def _master_of(versions: Versions, index: int, at_rest: bool) -> Tensor | Halves
         return versions.master.parameters[index].detach()
     halves = versions.compact.halves(index)
     return halves.whole() if at_rest else halves
-
-
-def _banks_of(versions: Versions, boundary: int, at_rest: bool) -> dict[int, Replica]:
-    return versions.apart(boundary) if at_rest else versions.banks()
 
 
 def _first_slots(updater: Updater) -> Mapping[Tensor, dict[str, Any]]:
@@ -241,29 +238,20 @@ def _restore_optimizer(updater: Updater, state: State) -> None:
             numbers.setdefault(id(parameter), len(numbers))
     groups = []
     for entry in optimizer.param_groups:
-        members = [names[id(p)] for p in entry["params"] if id(p) in names]
-        values = (
-            dict(state["hyper"][members[0]]) if members else {k: v for k, v in entry.items() if k != "params"}
-        )
+        member = next((names[id(p)] for p in entry["params"] if id(p) in names), None)
+        values = entry if member is None else state["hyper"][member]
         groups.append({**values, "params": [numbers[id(p)] for p in entry["params"]]})
+    slots: dict[int, dict[str, Any]] = {}
     if state["fresh"]:
         optimizer.state.clear()
-    slots = (
-        {}
-        if state["fresh"]
-        else {
-            numbers[key]: {
-                what: _own(value, parameters[key]) for what, value in state["optimizer"][name].items()
+        names = {}
+    for key, name in names.items():
+        if saved := state["optimizer"][name]:
+            slots[numbers[key]] = {
+                what: _placed(value, parameters[key]).clone() if isinstance(value, Tensor) else value
+                for what, value in saved.items()
             }
-            for key, name in names.items()
-            if state["optimizer"][name]
-        }
-    )
     optimizer.load_state_dict({"state": slots, "param_groups": groups})
-
-
-def _own(value: Any, parameter: Tensor) -> Any:
-    return _placed(value, parameter).clone() if isinstance(value, Tensor) else value
 
 
 def cloned_state(state: Any) -> Any:

@@ -128,14 +128,15 @@ class Updater:
             self._advance()
 
     def _advance(self) -> None:
-        while self._pending and self._pending[0].ready():
-            self._pending[0].advance(self.wait_for)
-            if self._pending[0].done:
-                self._pending.popleft()
-        while self._gathers and self._gathers[0].ready():
-            self._gathers[0].advance(self.wait_for)
-            if self._gathers[0].done:
-                self._gathers.popleft()
+        for queue in (self._pending, self._gathers):
+            while queue and queue[0].ready():
+                self._go_on(queue)
+
+    def _go_on(self, queue: deque[_Transaction]) -> None:
+        """With the first of a queue, as far as its next wait."""
+        queue[0].advance(self.wait_for)
+        if queue[0].done:
+            queue.popleft()
 
     def settle(self) -> None:
         """Before a new sum of gradients is begun: those of the update under way go to their owners, and what is not
@@ -149,19 +150,14 @@ class Updater:
         """Block until the bank that update `group` published is whole."""
         self.finish(group)
         while self._gathers and self._gathers[0].group <= group:
-            self._gathers[0].advance(self.wait_for)
-            if self._gathers[0].done:
-                self._gathers.popleft()
+            self._go_on(self._gathers)
 
     def finish(self, group: int) -> None:
         """Block until update `group` and all before it are done."""
         self.awaited = max(self.awaited, group)
         while self._pending and self._pending[0].group <= group:
-            transaction = self._pending[0]
             try:
-                transaction.advance(self.wait_for)
-                if transaction.done:
-                    self._pending.popleft()
+                self._go_on(self._pending)
                 self._advance()
             except PeerLost as error:
                 raise PeerLost(
@@ -208,23 +204,21 @@ class Updater:
     def _correct_gradient(self, group: int, grads: Gradients) -> None:
         banks = [w for v in self.versions for w in v.replica(group).weights]
         masters = [w for v in self.versions for w in v.master.weights]
-        present = [(g, m, b) for g, m, b in zip(grads, masters, banks, strict=True) if g is not None]
-        self.correction.gradient(
-            [g for g, _, _ in present], [m for _, m, _ in present], [b for *_, b in present]
-        )
+        present = [i for i, grad in enumerate(grads) if grad is not None]
+        given = [grad for grad in grads if grad is not None]
+        self.correction.gradient(given, [masters[i] for i in present], [banks[i] for i in present])
 
     def _squares(self, grads: Gradients) -> Tensor:
         """This rank's slots of the vector of squared norms; zero where another rank counts the parameter."""
-        counted = [grad is not None and self.peers.counted[i] for i, grad in enumerate(grads)]
-        found = norms(
-            [grad for grad, counts in zip(grads, counted, strict=True) if counts and grad is not None]
-        )
+        counted = [grad if self.peers.counted[i] else None for i, grad in enumerate(grads)]
+        found = norms([grad for grad in counted if grad is not None])
         if not found:
             device = self.parameters[0].device if self.parameters else torch.device("cpu")
             return torch.zeros(len(grads), dtype=torch.float64, device=device)
         # Slots are filled by stacking: an index made on the host would wait for the device.
         left, zero = iter(found), torch.zeros_like(found[0])
-        return torch.stack([next(left) if counts else zero for counts in counted]).to(torch.float64).square_()
+        slots = [zero if grad is None else next(left) for grad in counted]
+        return torch.stack(slots).to(torch.float64).square_()
 
     def _put_off(self, versions: Versions, target: Target) -> bool:
         """A bank is not read before the group after next: until the one before it is dead, its owners keep it."""
@@ -249,11 +243,8 @@ class Updater:
             targets += [(versions, target) for target in versions.targets(group + 1)]
         if not finite:
             self.skipped += 1
-            logger.warning(
-                "The gradient of group %d is not finite: its update is skipped (%d so far).",
-                group,
-                self.skipped,
-            )
+            said = "The gradient of group %d is not finite: its update is skipped (%d so far)."
+            logger.warning(said, group, self.skipped)
         hyperparameters = partial(self._hyperparameters, group)
         with self.timing(group):
             if finite:
@@ -301,14 +292,15 @@ class _Room:
         pass
 
 
+@dataclass(frozen=True)
 class _Awaited:
     """Until an update is waited for."""
 
-    def __init__(self, updater: Updater, group: int) -> None:
-        self._updater, self._group = updater, group
+    updater: Updater
+    group: int
 
     def is_completed(self) -> bool:
-        return self._updater.awaited >= self._group
+        return self.updater.awaited >= self.group
 
     def wait(self) -> None:
         assert self.is_completed()

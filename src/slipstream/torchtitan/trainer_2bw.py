@@ -1,22 +1,26 @@
 """torchtitan's trainer on Schedule2BW.
 
-Everything is torchtitan's, built in its order, but for this: the pieces of the model have copies (`stages.py`), the
+Everything is torchtitan's, built in its order, but for this: the pieces of the model have copies (`Copies`), the
 engine is made last, when weights and optimizer are there, and a training step hands one group to it. A step's
 microbatches are those of all its accumulation steps: m = accumulation steps x microbatches of a local batch. The
 gradient is a sum over tokens divided by their global number, as torchtitan's is; the engine reduces, clips, steps and
 publishes.
 """
 
+import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config.override import derive
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
@@ -26,7 +30,6 @@ from slipstream.torchtitan.checkpoint import Banks, CheckpointManager2BW
 from slipstream.torchtitan.optimizers import Optimizers2BW, only
 from slipstream.torchtitan.refusals import check
 from slipstream.torchtitan.settings import Settings
-from slipstream.torchtitan.stages import Copies, mesh_of, stage_of
 
 Batch = tuple[dict[str, Tensor], Tensor]
 
@@ -168,3 +171,38 @@ class Trainer2BW(Trainer):
         if self._engine is not None:
             failed = None if self._landed else RuntimeError("training did not end")
             self._engine.__exit__(type(failed), failed, None)
+
+
+class Copies:
+    """`parallelize_fn`, applied to copies of a piece too. `made` holds them, laid out and without values.
+
+    torchtitan's `pipelining_fn` cuts a model that has no values yet and hands each piece to `parallelize_fn`. Every
+    copy is laid out there as the piece itself is (tensor parallel, activation checkpointing, compile, FSDP2). So no
+    rank ever holds a whole stage that is to be sharded, and random numbers initialise the master alone.
+    """
+
+    def __init__(self, parallelize: Callable[..., nn.Module], count: int) -> None:
+        self._parallelize, self._count = parallelize, count
+        self.made: list[nn.Module] = []
+
+    def __call__(self, piece: nn.Module, **how: Any) -> nn.Module:
+        self.made += [self._parallelize(copy.deepcopy(piece), **how) for _ in range(self._count)]
+        return self._parallelize(piece, **how)
+
+    def materialise(self, device: torch.device) -> list[nn.Module]:
+        """With memory; the engine gives them their values, the master's."""
+        for module in self.made:
+            module.to_empty(device=device)
+            module.train()
+        return self.made
+
+
+def stage_of(master: nn.Module, dims: ParallelDims, device: torch.device) -> PipelineStage:
+    pipeline = dims.get_mesh("pp")
+    return PipelineStage(master, pipeline.get_local_rank(), dims.pp, device, group=pipeline.get_group("pp"))
+
+
+def mesh_of(dims: ParallelDims) -> DeviceMesh | None:
+    """The ranks that hold this rank's stage; None where it is alone."""
+    shard = "fsdp" if dims.spmd_backend == "partial_dtensor" else "dp_shard"
+    return dims.get_activated_mesh(["dp_replicate", shard, "tp"])
