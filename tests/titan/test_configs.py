@@ -27,7 +27,7 @@ from slipstream.schedule.cutover import Cutover, never
 from slipstream.torchtitan import Settings, check_torch, with_2bw
 from slipstream.torchtitan.configs import configs_of
 from slipstream.torchtitan.optimizers import Optimizers2BW
-from slipstream.torchtitan.refusals import check, refused
+from slipstream.torchtitan.settings import check, refused
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "torchtitan"
 

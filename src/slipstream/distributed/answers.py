@@ -138,19 +138,14 @@ def _watch(ranks: Sequence[_Rank], patience_seconds: float | None) -> list[Failu
         silent = time.monotonic() - rank.heard
         if silent > NOTICE_SECONDS and not rank.noticed:
             rank.noticed = True
-            _say(f"{rank} has not been heard for {silent:.0f} s{_reason(rank)}.")
+            stopped = f": it is stopped (SIGSTOP). `kill -CONT {rank.process.pid}` lets it go on"
+            _say(f"{rank} has not been heard for {silent:.0f} s{stopped if rank.process.stopped() else ''}.")
         # The ranks that wait for it give up first, and say what they waited for.
         if patience_seconds is not None and silent > patience_seconds + GRACE_SECONDS:
             how = "is stopped" if rank.process.stopped() else "does not run"
             text = f"{rank} gave no sign of life for {silent:.0f} s: it {how}. It was ended."
             lost.append(Failure("died", StageError(text), "", rank.number))
     return lost
-
-
-def _reason(rank: _Rank) -> str:
-    if not rank.process.stopped():
-        return ""
-    return f": it is stopped (SIGSTOP). `kill -CONT {rank.process.pid}` lets it go on"
 
 
 def _say(text: str) -> None:

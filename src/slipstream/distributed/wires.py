@@ -245,16 +245,19 @@ def _knock(places: dict, near: bool, peer: int, timeout_seconds: float) -> socke
     last: OSError | None = None
     for address in addresses:
         try:
-            end = socket.create_connection((address, port), min(10.0, timeout_seconds))
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            return end
+            return _prompt(socket.create_connection((address, port), min(10.0, timeout_seconds)))
         except OSError as error:
             last = error
     raise StageError(
         f"cannot reach rank {peer} at {', '.join(addresses)} ({last}). Set GLOO_SOCKET_IFNAME to the network interface "
         "that the machines share."
     )
+
+
+def _prompt(end: socket.socket) -> socket.socket:
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return end
 
 
 def _open(
@@ -281,8 +284,5 @@ def _open(
         if len(said) == 4 + len(word) and hmac.compare_digest(said[4:], word):
             (rank,) = struct.unpack("!I", said[:4])
             if rank in expected:
-                if end.family == socket.AF_INET:
-                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                return rank, end
+                return rank, _prompt(end) if end.family == socket.AF_INET else end
         end.close()

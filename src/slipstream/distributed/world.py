@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -149,18 +150,10 @@ def _meet_at_ours(
     timeout_seconds: float,
 ) -> World:
     _settle(place, rank, size)
-    timeout = timedelta(seconds=timeout_seconds)
-    if listener is None:
-        server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    else:
-        server = dist.TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener,
-            timeout=timeout,
-        )
+    serving: dict[str, Any] = {"is_master": False}
+    if listener is not None:
+        serving = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener}
+    server = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=timeout_seconds), **serving)
     if rank > 0:
         stack.enter_context(watched(server, timeout_seconds))
     world = World(rank, size, place, dist.PrefixStore("slipstream", server))

@@ -30,6 +30,7 @@ from slipstream.optim.muon import Muon
 from slipstream.optimizers import ADAMW_REST, OPTIMIZERS, Defaults, check_options, unknown
 
 Group = dict[str, Any]
+Make = Callable[[list[Group], Mapping[str, Any]], Optimizer]  # of groups and options
 _EMBEDDING_WORDS = ("embed", "wte", "wpe")
 _HEAD_NAMES = ("head", "lm_head", "output")
 
@@ -42,21 +43,19 @@ class Recipe:
     """
 
     known: Defaults
-    make: Callable[[list[Group], Mapping[str, Any]], Optimizer]
-    on_shards: bool = True
+    make: Make
+    on_shards: bool
 
     @property
     def defaults(self) -> Mapping[str, Any]:
         return self.known.options
 
 
-def _torch(
-    kind: Callable[..., Optimizer], **fixed: Any
-) -> Callable[[list[Group], Mapping[str, Any]], Optimizer]:
+def _torch(kind: Callable[..., Optimizer], **fixed: Any) -> Make:
     return lambda groups, options: kind(groups, **fixed, **options)
 
 
-def _library(kind: str, **fixed: Any) -> Callable[[list[Group], Mapping[str, Any]], Optimizer]:
+def _library(kind: str, **fixed: Any) -> Make:
     """An optimizer of pytorch-optimizer over the groups that are its own, AdamW over the others."""
 
     def make(groups: list[Group], options: Mapping[str, Any]) -> Optimizer:
@@ -72,22 +71,22 @@ def _spectral(groups: list[Group], options: Mapping[str, Any]) -> Optimizer:
     return Muon(groups, **options)
 
 
-RECIPES: dict[str, Recipe] = {
-    "adamw": Recipe(OPTIMIZERS["adamw"], _torch(torch.optim.AdamW, fused=True)),
-    "adamw_capped": Recipe(OPTIMIZERS["adamw_capped"], _torch(CappedAdamW, fused=True), on_shards=False),
-    "nadamw": Recipe(
-        OPTIMIZERS["nadamw"], _torch(torch.optim.NAdam, decoupled_weight_decay=True, foreach=True)
-    ),
-    "sgd": Recipe(OPTIMIZERS["sgd"], _torch(torch.optim.SGD, foreach=True)),
-    "muon": Recipe(OPTIMIZERS["muon"], _spectral),
-    "normuon": Recipe(OPTIMIZERS["normuon"], _spectral, on_shards=False),
-    "scion": Recipe(OPTIMIZERS["scion"], _spectral),
-    "soap": Recipe(OPTIMIZERS["soap"], _library("SOAP"), on_shards=False),
-    "mars": Recipe(OPTIMIZERS["mars"], _library("MARS", mars_type="adamw", weight_decouple=True)),
-    "adan": Recipe(OPTIMIZERS["adan"], _library("Adan", weight_decouple=False)),
-    "lion": Recipe(OPTIMIZERS["lion"], _library("Lion", weight_decouple=True)),
-    "ademamix": Recipe(OPTIMIZERS["ademamix"], _library("AdEMAMix", weight_decouple=True)),
+_MAKERS: dict[str, Make] = {
+    "adamw": _torch(torch.optim.AdamW, fused=True),
+    "adamw_capped": _torch(CappedAdamW, fused=True),
+    "nadamw": _torch(torch.optim.NAdam, decoupled_weight_decay=True, foreach=True),
+    "sgd": _torch(torch.optim.SGD, foreach=True),
+    "muon": _spectral,
+    "normuon": _spectral,
+    "scion": _spectral,
+    "soap": _library("SOAP"),
+    "mars": _library("MARS", mars_type="adamw", weight_decouple=True),
+    "adan": _library("Adan", weight_decouple=False),
+    "lion": _library("Lion", weight_decouple=True),
+    "ademamix": _library("AdEMAMix", weight_decouple=True),
 }
+_WHOLE_ONLY = ("adamw_capped", "normuon", "soap")
+RECIPES = {name: Recipe(OPTIMIZERS[name], make, name not in _WHOLE_ONLY) for name, make in _MAKERS.items()}
 
 
 def build(name: str, module: nn.Module, **options: Any) -> Optimizer:

@@ -91,19 +91,15 @@ class Compact:
 
     def __init__(self, master: Replica, owned: Sequence[int], high: Replica) -> None:
         """`high` holds the same weights as the master."""
-        self._master, self._high = master, high
+        self._master = master
+        self.high = high  # the replica that holds z
         self._low = {i: torch.empty_like(master.weights[i], dtype=torch.int16) for i in owned}
         self._buckets = list(_buckets([(i, master.weights[i]) for i in owned]))
         self.intact = True  # the halves are one version: not inside an update
         self.close(list(owned), high)
 
-    @property
-    def high(self) -> Replica:
-        """The replica that holds z."""
-        return self._high
-
     def halves(self, index: int) -> Halves:
-        return Halves(self._high.weights[index], self._low[index])
+        return Halves(self.high.weights[index], self._low[index])
 
     def opened(self, high: Replica) -> Iterator[list[int]]:
         """The master bucket by bucket, whole while the caller has it; afterwards `high` is its upper half."""
@@ -112,29 +108,29 @@ class Compact:
             self.open(bucket)
             yield bucket
             self.close(bucket, high)
-        self._high = high
+        self.high = high
         self.intact = True
 
     def repeat(self, high: Replica, others: Sequence[Replica]) -> None:
         """The newest weights once more, in `high` and in others: no step was made."""
         for replica in (high, *others):
-            if replica is not self._high:
+            if replica is not self.high:
                 indices = list(self._low)
                 replica.allocate(indices)
-                copy_([replica.weights[i] for i in indices], [self._high.weights[i] for i in indices])
-        self._high = high
+                copy_([replica.weights[i] for i in indices], [self.high.weights[i] for i in indices])
+        self.high = high
 
     def open(self, indices: Sequence[int] | None = None) -> None:
         """Make the master whole (all that is owned: None)."""
         indices = list(self._low) if indices is None else indices
         self._master.allocate(indices)
         wholes = [self._master.weights[i] for i in indices]
-        join([self._high.weights[i] for i in indices], [self._low[i] for i in indices], wholes)
+        join([self.high.weights[i] for i in indices], [self._low[i] for i in indices], wholes)
 
     def close(self, indices: Sequence[int] | None = None, high: Replica | None = None) -> None:
         """Take it apart, the upper half into `high` (None: where it was)."""
         indices = list(self._low) if indices is None else indices
-        high = self._high if high is None else high
+        high = self.high if high is None else high
         high.allocate(indices)
         wholes = [self._master.weights[i] for i in indices]
         split(wholes, [high.weights[i] for i in indices], [self._low[i] for i in indices])
@@ -149,7 +145,7 @@ class Compact:
 
     def take(self, tensors: Mapping[int, Tensor], high: Replica) -> None:
         """Be these weights; `high` is written too."""
-        self._high = high
+        self.high = high
         for i, tensor in tensors.items():
             split([tensor.to(high.weights[i].device)], [high.weights[i]], [self._low[i]])
 

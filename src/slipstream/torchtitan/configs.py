@@ -14,8 +14,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from slipstream.errors import UserError
-from slipstream.torchtitan.refusals import SCHEDULE
-from slipstream.torchtitan.settings import Settings
+from slipstream.torchtitan.settings import SCHEDULE, Settings
 from slipstream.torchtitan.trainer_2bw import Trainer2BW
 
 

@@ -28,8 +28,7 @@ from torchtitan.trainer import Trainer
 from slipstream.pipeline.runtime import Schedule2BW
 from slipstream.torchtitan.checkpoint import Banks, CheckpointManager2BW
 from slipstream.torchtitan.optimizers import Optimizers2BW, only
-from slipstream.torchtitan.refusals import check
-from slipstream.torchtitan.settings import Settings
+from slipstream.torchtitan.settings import Settings, check
 
 Batch = tuple[dict[str, Tensor], Tensor]
 
