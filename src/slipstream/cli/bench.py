@@ -145,9 +145,8 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Tokens/s and MFU of the whole trainer on one device, with delay and without, beside transformers."""
-    from slipstream.bench.train import run
-    from slipstream.bench.train_report import print_table
-    from slipstream.bench.train_setting import Setting
+    from slipstream.bench.train import print_table, run
+    from slipstream.bench.train_contenders import Setting
 
     if device not in ("cuda", "cpu"):
         raise UserError(f"--device is cuda or cpu, not '{device}'.")
