@@ -191,10 +191,9 @@ def _rotate(
     between: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
     """Seconds of each run in each round; the order rotates, so that none always follows the same other."""
-    names = list(runs)
-    times: dict[str, list[float]] = {name: [] for name in CORRECTIONS}
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):  # the first round warms up
-        for name in rotated(names, number):
+        for name in rotated(list(runs), number):
             between()
             settle(torch.device(device))
             start = time.perf_counter()
