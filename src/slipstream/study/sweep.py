@@ -101,7 +101,7 @@ class Point:
 
     @property
     def name(self) -> str:
-        return " ".join(f"{axis}={label}" for axis, label in self.labels.items())
+        return _text(self.labels)
 
     @property
     def folder(self) -> str:
@@ -231,8 +231,7 @@ class _Expansion:
         grid = sorted(means, key=lambda name: by_value(name)[0])  # words stay in the order of the file
         if len(means) > 2 and label in (grid[0], grid[-1]):
             self.notes.append(f"The best {node.axis} of {where}, {label}, lies at the edge of its grid.")
-        best = next(choice for choice, _ in tried if choice.label == label)
-        return best
+        return next(choice for choice, _ in tried if choice.label == label)
 
 
 def _axes(node: Node) -> Iterator[Axis]:
