@@ -1,12 +1,8 @@
 """A real language model as the bench's work: decoder layers, embedding, head and loss of a preset.
 
-Every contender has weights of the same dtype (bfloat16 on a GPU, activations and gradients too), the same tokens and
-the same loss. The head counts as so many layers (measured on the machine, `balance.py`, or by its FLOPs), and each
-rank gets an equal share of the whole; where a schedule puts two parts on a rank, the two together are that share, so
-that torch's interleaved and V-shaped schedules are balanced as well as the others. Embedding and head are not tied:
-no contender exchanges their gradients.
-
-Weights are drawn on the device, from their global names: how the model is cut does not change them.
+The head counts as so many layers (measured, `balance.py`, or by its FLOPs), and each rank gets an equal share of the
+whole, also where a schedule puts two parts on it. Embedding and head are not tied: no contender exchanges their
+gradients. Weights are drawn on the device, from their global names: how the model is cut does not change them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ are read at the last stage, which waits first and is done first:
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
@@ -23,7 +22,7 @@ from slipstream.bench.contenders import BOUND, ENGINE, ENGINE_2BW, RIVALS
 from slipstream.bench.sample import RankSample, rotated, take_sample, take_turns
 from slipstream.bench.work import Work
 from slipstream.distributed import RankPool
-from slipstream.errors import UserError
+from slipstream.errors import UserError, did_you_mean
 
 WARM_UP_UPDATES = 4  # by then our schedule has chosen its depth from the times it measured
 ALONE_UPDATES = 3  # where they show memory only
@@ -74,17 +73,14 @@ def parse_rivals(text: str) -> list[str]:
     """`all`, `none`, or a list of rivals without their prefix: `1f1b,zbv`."""
     if text in ("all", "none"):
         return list(RIVALS) if text == "all" else []
-    names = [f"torch_{part.strip()}" for part in text.split(",")]
-    for name in names:
-        if name not in RIVALS:
-            known = [rival.removeprefix("torch_") for rival in RIVALS]
-            near = difflib.get_close_matches(name, RIVALS, n=1)
-            hint = f" Did you mean '{near[0].removeprefix('torch_')}'?" if near else ""
-            raise UserError(
-                f"There is no rival '{name.removeprefix('torch_')}'.{hint} "
-                f"Set --rivals to all, none, or a list of {', '.join(known)}."
-            )
-    return names
+    known = {rival.removeprefix("torch_"): rival for rival in RIVALS}
+    names = [part.strip() for part in text.split(",")]
+    for name in (name for name in names if name not in known):
+        raise UserError(
+            f"There is no rival '{name}'.{did_you_mean(name, known)} "
+            f"Set --rivals to all, none, or a list of {', '.join(known)}."
+        )
+    return [known[name] for name in names]
 
 
 def measure(

@@ -1,13 +1,9 @@
 """Is each partition of the GPU really its own? Matrix products and copies of one partition, alone and together.
 
-    whole     one process on the whole GPU, before it is cut
-    alone     one partition works; the others have a context and nothing to do
-    waiting   one partition works; the streams of the others wait for it, as a stage waits for its neighbour
-    together  all partitions work
-
-If partitions hold, `together` adds up to about `whole`, and one partition gets the same whether the others work, wait
-or rest: an idle partition does not speed up the others. What `alone` has beyond its share is lent by idle neighbours
-(power, so clocks). Bandwidth is shared, and the copies show how much of it one partition can take.
+whole     one process on the whole GPU, before it is cut
+alone     one partition works; the others have a context and nothing to do
+waiting   one partition works; the streams of the others wait for it, as a stage waits for its neighbour
+together  all partitions work: about `whole` in sum, and one gets the same as `alone`, if partitions hold
 """
 
 from __future__ import annotations

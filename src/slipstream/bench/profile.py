@@ -42,8 +42,8 @@ EMPTY_UPDATES = 100
 
 def schedule_of(name: str, work: Work, groups: int) -> Schedule:
     """The contender's schedule; how many microbatches ours keeps in flight is part of the layout."""
-    options = {"in_flight": work.in_flight} if name == ENGINE and work.in_flight is not None else {}
-    return build(SCHEDULES[name], work.stages, work.microbatches, groups, **options)
+    in_flight = work.in_flight if name == ENGINE else None
+    return build(SCHEDULES[name], work.stages, work.microbatches, groups, in_flight=in_flight)
 
 
 def profile_stage(

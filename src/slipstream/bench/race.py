@@ -1,13 +1,8 @@
 """Time to loss: the same run under several schedules, one after the other, and who reached one loss first.
 
-Every contender is a whole `slipstream train` with the same model, data, seed, batch and learning rates; only the
-schedule differs (and with it the delay and its correction, which only 2bw has). The clock is the wall clock of
-training from the first recorded step on: start-up, compilation, the validations themselves and the time between an
-interruption and its resumption are left out, alike for all. The target is a loss at which every contender ended,
-unless one is given: the worst of their final ones.
-
-race.json and race.html are written anew while a contender trains and after each, from whatever there is; a race that
-is interrupted goes on where it was when the same command is given again.
+Only the schedule differs (and with it the delay and its correction, which only 2bw has). The clock is the wall clock of
+training: start-up, compilation, validations and the time until a resumption are left out, alike for all. race.json and
+race.html are written anew while a contender trains and after each; the same command goes on with an interrupted race.
 """
 
 from __future__ import annotations

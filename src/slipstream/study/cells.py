@@ -1,14 +1,4 @@
-"""Results -> cells: one per combination of axes other than the seed, with what its seeds say together.
-
-A study's [table] tells which axis is which:
-
-    seed = "seed"            runs that differ in it alone are repetitions, paired by label
-    mode = "mode"            the axis that is compared; the other axes make the groups
-    reference = "sync"       the mode gaps are taken to
-    baseline = "delay"       the mode whose gap is the whole, for the share recovered
-    best = ["lr"]            axes of which each cell takes the value with the lowest mean, on the seeds all have
-    length = "updates"       an axis of run lengths: the penalty is then read off final losses by length too
-"""
+"""Results -> cells: one per combination of axes other than the seed, with what its seeds say together."""
 
 from __future__ import annotations
 
@@ -31,12 +21,16 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class AxisRoles:
-    seed: str = "seed"
-    mode: str = "mode"
-    reference: str = "sync"
-    baseline: str = "delay"
-    best: tuple[str, ...] = ()
-    length: str | None = None
+    """A study's [table]: which axis is which. Axes without a role make the groups."""
+
+    seed: str = "seed"  # runs that differ in it alone are repetitions, paired by label
+    mode: str = "mode"  # the axis that is compared
+    reference: str = "sync"  # the mode gaps are taken to
+    baseline: str = "delay"  # the mode whose gap is the whole, for the share recovered
+    best: tuple[str, ...] = ()  # each cell takes the value with the lowest mean, on the seeds all have
+    length: str | None = (
+        None  # an axis of run lengths: the penalty is then read off final losses by length too
+    )
 
 
 @dataclass(frozen=True)
