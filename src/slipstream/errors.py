@@ -5,12 +5,19 @@ The command line prints a `UserError` without a traceback and exits with 2; anyt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 
 
 class UserError(Exception):
     """A mistake the user can correct: the message says how."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence that names the nearest of what is known, with a space before it; nothing where none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean '{near[0]}'?" if near else ""
 
 
 class ConfigError(UserError):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from slipstream import Emulator
-from slipstream.bench.bound import BoundRun
-from slipstream.bench.work import Work, build_module, build_optimizer, group_input, group_target, loss_fn
+from slipstream.bench.contenders import BoundRun
+from slipstream.bench.work import Work, build_optimizer, loss_fn
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
@@ -15,11 +15,11 @@ def test_the_last_stage_trains_like_the_emulator(clip: float | None) -> None:
     work = Work(stages=2, microbatches=2, dim=16, tokens=4, max_grad_norm=clip)
     run = BoundRun(work, rank=1)
     emulator = Emulator(
-        build_module(work, 1, 2), work.microbatches, loss_fn, build_optimizer, "none", max_grad_norm=clip
+        work.module(1, 2), work.microbatches, loss_fn, build_optimizer, "none", max_grad_norm=clip
     )
     for _ in range(5):
         run.step()
-        losses = emulator.step(group_input(work), group_target(work))
+        losses = emulator.step(work.inputs(), work.targets())
         assert [float(loss) for loss in run.losses] == pytest.approx([float(loss) for loss in losses])
     for ours, theirs in zip(run.master.parameters(), emulator.master.parameters(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from slipstream.bench.contenders import RIVALS
 from slipstream.bench.measure import Result, measure
-from slipstream.bench.rivals import RIVALS
 from slipstream.bench.timeline import GROUPS, measure_timeline, predict
 from slipstream.bench.work import Work
 from slipstream.distributed import RankPool

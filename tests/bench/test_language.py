@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from slipstream.bench.contenders import RIVALS
 from slipstream.bench.language import cut
-from slipstream.bench.rivals import RIVALS
-from slipstream.bench.work import Work, build_module, build_optimizer, group_input, group_target, loss_fn
+from slipstream.bench.work import Work, build_optimizer, loss_fn
 from slipstream.cli import main
 from slipstream.distributed import RankPool
 from slipstream.errors import UserError
@@ -34,11 +34,11 @@ def test_each_rank_gets_an_equal_share_of_layers_and_head() -> None:
 
 
 def plain_losses(work: Work, updates: int) -> list[float]:
-    model = nn.Sequential(*(build_module(work, part, work.stages) for part in range(work.stages)))
+    model = nn.Sequential(*(work.module(part, work.stages) for part in range(work.stages)))
     optimizer = build_optimizer(model)
     losses: list[torch.Tensor] = []
     for _ in range(updates):
-        batches = (batch.chunk(work.microbatches) for batch in (group_input(work), group_target(work)))
+        batches = (batch.chunk(work.microbatches) for batch in (work.inputs(), work.targets()))
         losses = [loss_fn(model(value), target) for value, target in zip(*batches, strict=True)]
         torch.stack(losses).mean().backward()
         optimizer.step()
@@ -62,22 +62,10 @@ def test_the_others_run_it_too(pool: RankPool, name: str) -> None:
 
 def test_the_command_measures_the_head_and_writes_each_result(tmp_path) -> None:
     out = tmp_path / "bench.json"
-    options = "--work language --model cpu-default --rows 1 --sequence 8 --microbatches 2,4 --rivals 1f1b"
-    arguments = [
-        "bench",
-        *options.split(),
-        "--stages",
-        "2",
-        "--rounds",
-        "1",
-        "--updates",
-        "2",
-        "--json",
-        "--out",
-        str(out),
-    ]
+    options = "--work language --model cpu-default --rows 1 --sequence 8 --microbatches 2,4 --rivals none"
+    options += " --stages 2 --rounds 1 --updates 2 --json --out"
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        main(["bench", *options.split(), str(out)])
     assert ended.value.code == 0
     written = json.loads(out.read_text())
     assert [row["microbatches"] for row in written] == [2, 4]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from slipstream.bench.contenders import RIVALS
 from slipstream.bench.measure import measure
-from slipstream.bench.rivals import RIVALS
-from slipstream.bench.work import Work, build_module, build_optimizer, group_input, group_target, loss_fn
+from slipstream.bench.work import Work, build_optimizer, loss_fn
 from slipstream.distributed import RankPool
 
 SMALL = Work(stages=2, microbatches=4, max_grad_norm=0.1, dim=16, tokens=4)
@@ -18,13 +18,11 @@ SMALL = Work(stages=2, microbatches=4, max_grad_norm=0.1, dim=16, tokens=4)
 
 def plain_losses(work: Work, updates: int) -> list[float]:
     """The losses of the last of `updates` updates of the unsplit model."""
-    model = nn.Sequential(*(build_module(work, part, work.stages) for part in range(work.stages)))
+    model = nn.Sequential(*(work.module(part, work.stages) for part in range(work.stages)))
     optimizer = build_optimizer(model)
     losses: list[torch.Tensor] = []
     for _ in range(updates):
-        values, targets = (
-            batch.chunk(work.microbatches) for batch in (group_input(work), group_target(work))
-        )
+        values, targets = (batch.chunk(work.microbatches) for batch in (work.inputs(), work.targets()))
         losses = [loss_fn(model(value), target) for value, target in zip(values, targets, strict=True)]
         torch.stack(losses).mean().backward()
         assert work.max_grad_norm is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.bench.rivals import RIVALS
+from slipstream.bench.contenders import RIVALS
 from slipstream.bench.timeline import GROUPS, measure_timeline, predict
 from slipstream.bench.work import Work
 from slipstream.distributed import RankPool

@@ -10,10 +10,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from slipstream.bench import train, train_ours, train_transformers
-from slipstream.bench.train import CONTENDERS
-from slipstream.bench.train_report import print_table
-from slipstream.bench.train_setting import Setting
+from slipstream.bench import train, train_contenders
+from slipstream.bench.train import CONTENDERS, print_table
+from slipstream.bench.train_contenders import Measured, Setting
 from slipstream.cli import main
 from slipstream.errors import UserError
 
@@ -29,13 +28,13 @@ def data(tmp_path_factory):
 
 @pytest.mark.parametrize("delayed", [True, False])
 def test_our_trainer_is_the_one_of_a_run(data, tmp_path, delayed):
-    found = train_ours.measure(TOY, data, tmp_path, delayed=delayed)
+    found = train_contenders.measure_ours(TOY, data, tmp_path, delayed=delayed)
     assert found.step_seconds > 0
     assert found.peak_memory_bytes > 0
     lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3]
-    assert train_ours.config_of(TOY, data, tmp_path, delayed=delayed).optim.correction == (
+    assert train_contenders.config_of(TOY, data, tmp_path, delayed=delayed).optim.correction == (
         "error_feedback" if delayed else "none"
     )
 
@@ -56,19 +55,19 @@ def test_a_step_with_delay_never_waits_for_all_that_is_queued(data, tmp_path, mo
         finally:
             torch.cuda.set_sync_debug_mode("default")
         settle()
-        return 1.0, 1.0
+        return Measured(1.0, 1.0, 0, 2, 2)
 
-    monkeypatch.setattr(train_ours, "timed", watched)
+    monkeypatch.setattr(train_contenders, "timed", watched)
     setting = replace(TOY, device="cuda", steps=5, overrides=(f"train.dtype={dtype}",))
-    train_ours.measure(setting, data, tmp_path, delayed=True)
+    train_contenders.measure_ours(setting, data, tmp_path, delayed=True)
 
 
 def test_the_rival_has_the_same_shapes(data, monkeypatch):
     pytest.importorskip("transformers")
     made = []
-    build = train_transformers._model
-    monkeypatch.setattr(train_transformers, "_model", lambda *args: made.append(build(*args)) or made[-1])
-    found = train_transformers.measure(TOY, data, compiled=False)
+    build = train_contenders._model
+    monkeypatch.setattr(train_contenders, "_model", lambda *args: made.append(build(*args)) or made[-1])
+    found = train_contenders.measure_transformers(TOY, data, compiled=False)
     assert (found.rows, found.microbatches) == (2, 2)
     from slipstream.models.sizes import PRESETS, parameters
 
@@ -77,7 +76,7 @@ def test_the_rival_has_the_same_shapes(data, monkeypatch):
 
 def test_a_rival_that_does_not_fit_gets_smaller_microbatches(data, monkeypatch):
     pytest.importorskip("transformers")
-    tried, measure = [], train_transformers._measure
+    tried, measure = [], train_contenders._measure
 
     def full(setting, *rest):
         tried.append((setting.rows, setting.microbatches))
@@ -85,8 +84,10 @@ def test_a_rival_that_does_not_fit_gets_smaller_microbatches(data, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return measure(setting, *rest)
 
-    monkeypatch.setattr(train_transformers, "_measure", full)
-    found = train_transformers.measure(replace(TOY, rows=8, rival_rows=4), data, compiled=False, narrow=True)
+    monkeypatch.setattr(train_contenders, "_measure", full)
+    found = train_contenders.measure_transformers(
+        replace(TOY, rows=8, rival_rows=4), data, compiled=False, narrow=True
+    )
     assert tried == [(4, 4), (2, 8), (1, 16)]
     assert (found.rows, found.microbatches) == (1, 16)
 
@@ -94,7 +95,7 @@ def test_a_rival_that_does_not_fit_gets_smaller_microbatches(data, monkeypatch):
 def test_without_transformers_the_message_says_what_to_do(data, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match="--contenders ours,ours_sync"):
-        train_transformers.measure(TOY, data, compiled=False)
+        train_contenders.measure_transformers(TOY, data, compiled=False)
 
 
 def test_a_contender_that_fails_does_not_stop_the_others(capsys, tmp_path):

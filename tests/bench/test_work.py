@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.bench.work import SleepStage, Work, build_module, group_input
+from slipstream.bench.work import SleepStage, Work
 from slipstream.errors import UserError
 
 
 @pytest.mark.parametrize("kind", ["compute", "sleep"])
 def test_halving_the_stages_leaves_the_model_unchanged(kind: str) -> None:
     work = Work(kind, stages=2, microbatches=2, dim=16, tokens=4, forward_seconds=0, backward_seconds=0)
-    value = group_input(work)
+    value = work.inputs()
     whole, halved = value, value
     for part in range(2):
-        whole = build_module(work, part, 2)(whole)
+        whole = work.module(part, 2)(whole)
     for part in range(4):
-        halved = build_module(work, part, 4)(halved)
+        halved = work.module(part, 4)(halved)
     assert torch.equal(whole, halved)
-    names = [name for part in range(4) for name in build_module(work, part, 4).state_dict()]
+    names = [name for part in range(4) for name in work.module(part, 4).state_dict()]
     assert len(set(names)) == len(names), "names are global: no two parts share one"
 
 

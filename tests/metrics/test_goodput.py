@@ -11,7 +11,7 @@ def simulated(faults, share=None):
     """The same by walking along a long time, fault by fault, in whole seconds."""
     useful, periods = 0.0, 50
     for _ in range(periods):
-        left = faults.every - faults.restart - faults.notice
+        left = faults.every - faults.restart
         useful -= faults.checkpoint_every / 2
         if share is None:
             useful += left - faults.away

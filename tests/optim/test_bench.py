@@ -51,7 +51,7 @@ def test_live_bytes_see_a_tensor():
 
 def test_json_is_all_there_is_on_stdout(capsys, monkeypatch):
     monkeypatch.setattr(bench, "PRESETS", {"tiny": TINY})
-    returned = bench.run(as_json=True, device="cpu", preset="tiny", rounds=1, corrections=False)
+    returned = bench.run(as_json=True, device="cpu", preset="tiny", rounds=1)
     assert json.loads(capsys.readouterr().out) == returned
     bench.run(device="cpu", preset="tiny", rounds=1)
     assert "error feedback" in capsys.readouterr().out

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.study.penalty import (
-    Penalty,
     envelope,
     mean_penalty,
     net_gain,
@@ -18,6 +17,10 @@ from slipstream.study.penalty import (
     token_penalty,
 )
 from slipstream.study.statistics import Estimate
+
+
+def pair(value: float, extrapolated: bool) -> Estimate:
+    return Estimate(value, None, 1, extrapolated)
 
 
 def log_curve(slope: float, end: float, tokens: int = 1000, points: int = 20):
@@ -35,17 +38,17 @@ def test_on_a_logarithmic_curve_the_penalty_is_exp_of_gap_over_slope(slope, gap)
 
 
 def test_no_gap_costs_nothing():
-    assert token_penalty(log_curve(0.4, 3.0), 3.0, 3.0) == Penalty(pytest.approx(1.0), False)
+    assert token_penalty(log_curve(0.4, 3.0), 3.0, 3.0) == pair(pytest.approx(1.0), False)
 
 
 def test_a_better_loss_saves_tokens_and_is_marked():
     found = token_penalty(log_curve(0.5, 3.0), 3.0, 2.9)
-    assert found == Penalty(pytest.approx(math.exp(-0.2)), True)
+    assert found == pair(pytest.approx(math.exp(-0.2)), True)
 
 
 def test_between_two_points_the_logarithm_is_interpolated():
     # Half-way between 100 and 400 tokens in loss is 200 tokens in geometric terms.
-    assert token_penalty([(100, 5.0), (400, 4.0)], 4.0, 4.5) == Penalty(pytest.approx(2.0), False)
+    assert token_penalty([(100, 5.0), (400, 4.0)], 4.0, 4.5) == pair(pytest.approx(2.0), False)
 
 
 def test_bumps_of_the_curve_are_left_out():
@@ -57,14 +60,14 @@ def test_bumps_of_the_curve_are_left_out():
 def test_a_curve_that_rises_again_costs_nothing_by_itself():
     # The synchronous run ends at 4.2, which it had passed before: ending there too is no penalty.
     overfit = [(10.0, 5.0), (40.0, 4.0), (50.0, 4.2)]
-    assert token_penalty(overfit, 4.2, 4.2) == Penalty(pytest.approx(1.0), False)
-    assert token_penalty(overfit, 4.2, 4.6) == Penalty(pytest.approx(4**0.4), False)
+    assert token_penalty(overfit, 4.2, 4.2) == pair(pytest.approx(1.0), False)
+    assert token_penalty(overfit, 4.2, 4.6) == pair(pytest.approx(4**0.4), False)
 
 
 def test_a_synchronous_end_off_the_curve_is_marked_too():
     # It ends above its own first point, which only the first slope, gone back along, can reach.
     worse = [(10.0, 5.0), (20.0, 4.0), (40.0, 5.5)]
-    assert token_penalty(worse, 5.5, 4.5) == Penalty(pytest.approx(0.5), True)
+    assert token_penalty(worse, 5.5, 4.5) == pair(pytest.approx(0.5), True)
 
 
 def test_a_run_that_broke_far_beyond_a_flat_curve_still_has_numbers():
@@ -76,22 +79,21 @@ def test_a_run_that_broke_far_beyond_a_flat_curve_still_has_numbers():
     flat = token_penalty([(1e4, 5.0), (2e4, 4.0001), (1e6, 4.0)], 4.0, 3.0)
     assert flat is not None
     assert 0 < flat.value < 1e-200
-    found = mean_penalty([broken, Penalty(1.2, False), Penalty(1.2, False)])
+    found = mean_penalty([broken, pair(1.2, False), pair(1.2, False)])
     assert found is not None
-    assert found[0].interval == (0.0, math.inf)
-    gain = net_gain(speedup(4, 4), found[0], 0.0)
+    assert found.interval == (0.0, math.inf)
+    gain = net_gain(speedup(4, 4), found, 0.0)
     assert gain.interval == (0.0, math.inf)
     assert penalty_of_gap(Estimate(40.0, (-60.0, 140.0), 2), 0.03) == Estimate(math.inf, (0.0, math.inf), 2)
 
 
 def test_mean_is_geometric_with_the_interval_of_the_logarithm():
-    found = mean_penalty([Penalty(1.0, False), Penalty(1.21, True), Penalty(1.1, False)])
+    found = mean_penalty([pair(1.0, False), pair(1.21, True), pair(1.1, False)])
     assert found is not None
-    estimate, extrapolated = found
-    assert extrapolated
-    assert estimate.value == pytest.approx(1.1)
+    assert found.extrapolated
+    assert found.value == pytest.approx(1.1)
     half = 4.30265 * math.log(1.1) / math.sqrt(3)  # the logarithms are 0, 2 and 1 times log 1.1
-    assert estimate.interval == pytest.approx((1.1 * math.exp(-half), 1.1 * math.exp(half)), rel=1e-4)
+    assert found.interval == pytest.approx((1.1 * math.exp(-half), 1.1 * math.exp(half)), rel=1e-4)
 
 
 @pytest.mark.parametrize("stages", [4, 8])

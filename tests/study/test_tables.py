@@ -242,9 +242,9 @@ def test_with_lengths_the_penalty_is_read_off_final_losses_as_well(tmp_path):
     # Within a run the loss falls by 0.5 per e-fold of tokens, between runs by one per factor of 4.
     assert rows["400", "delay"].penalty.value == pytest.approx(math.exp(0.5 / 0.5))
     assert rows["400", "delay"].by_length.value == pytest.approx(2.0)
-    assert not rows["400", "delay"].by_length_extrapolated
+    assert not rows["400", "delay"].by_length.extrapolated
     assert rows["100", "delay"].by_length.value == pytest.approx(4**0.25)
-    assert rows["100", "delay"].by_length_extrapolated
+    assert rows["100", "delay"].by_length.extrapolated
     table = loss_table(list(rows.values()), roles)
     assert table.header[-2:] == ["token penalty by curve", "token penalty by length"]
     assert table.rows[-1][-2:] == ["2.718", "2.000"]

@@ -7,15 +7,16 @@ memory and adds to that. Measured on every rank at the same time, as in the pipe
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.bench import language
-from slipstream.bench.stopwatch import Stopwatch
-from slipstream.bench.work import Work, loss_of, prepare
+from slipstream.bench.contenders import Stopwatch
+from slipstream.bench.work import Work
 from slipstream.distributed import RankPool, World
 
 LAYERS, REPEATS = 4, 4
@@ -28,43 +29,26 @@ def measure_head_layers(pool: RankPool, work: Work, timeout_seconds: float) -> f
 def head_layers(world: World, work: Work) -> float:
     """One rank: the time of the head and the loss over the time of a layer, of one microbatch."""
     device, model, count = work.device_of(world.rank), work.model, work.model.layers
-    spans = (range(LAYERS), range(count, count))
     layers, head = (
-        language.build_part(
-            model, span, first=False, last=span.start == count, device=device, dtype=work.dtype
-        )
-        for span in spans
+        language.build_part(model, span, first=False, last=last, device=device, dtype=work.dtype)
+        for span, last in ((range(LAYERS), False), (range(count, count), True))
     )
-    for module in (layers, head):
-        if (prepared := prepare(work)) is not None:
-            prepared(module)
-    loss = loss_of(work)
+    work.prepare(layers)
+    work.prepare(head)
+    loss = work.loss()
     value = language.hidden(model, work.batch, work.tokens, device, work.dtype, scale=1.0).requires_grad_()
     target = language.tokens(model, work.batch, work.tokens, device, seed=2)
     dist.barrier()
-    seconds = [
-        _seconds(layers, value),
-        _seconds(nn.Sequential(head, _Against(loss, target)), value),
-    ]
-    return seconds[1] / (seconds[0] / LAYERS)
+    of_layers = _seconds(layers, value)
+    return _seconds(lambda hidden: loss(head(hidden), target), value) / (of_layers / LAYERS)
 
 
-class _Against(nn.Module):
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], target: Tensor) -> None:
-        super().__init__()
-        self.loss, self.target = loss, target
-
-    def forward(self, logits: Tensor) -> Tensor:
-        return self.loss(logits, self.target)
-
-
-def _seconds(module: nn.Module, value: Tensor) -> float:
+def _seconds(compute: Callable[[Tensor], Tensor], value: Tensor) -> float:
     """The least time of a forward and a backward."""
     watch = Stopwatch(value.device)
     for _ in range(REPEATS + 1):
         watch.mark()
-        output = module(value)
+        output = compute(value)
         output.backward(torch.ones_like(output))
     watch.mark()
-    watch.read()
-    return min(end - start for start, end in zip(watch.moments[1:], watch.moments[2:], strict=False))
+    return min(end - start for start, end in pairwise(watch.read()[1:]))

@@ -1,30 +1,23 @@
 """A real language model as the bench's work: decoder layers, embedding, head and loss of a preset.
 
-Every contender has weights of the same dtype (bfloat16 on a GPU, activations and gradients too), the same tokens and
-the same loss. The head counts as so many layers (measured on the machine, `balance.py`, or by its FLOPs), and each
-rank gets an equal share of the whole; where a schedule puts two parts on a rank, the two together are that share, so
-that torch's interleaved and V-shaped schedules are balanced as well as the others. Embedding and head are not tied:
-no contender exchanges their gradients.
-
-Weights are drawn on the device, from their global names: how the model is cut does not change them.
+The head counts as so many layers (measured, `balance.py`, or by its FLOPs), and each rank gets an equal share of the
+whole, also where a schedule puts two parts on it. Embedding and head are not tied: no contender exchanges their
+gradients. Weights are drawn on the device, from their global names: how the model is cut does not change them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise, starmap
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UserError
-from slipstream.models.sizes import ModelConfig, head_cost, layer_cost, preset
+from slipstream.models.sizes import ModelConfig
 from slipstream.models.stages import Stage
-
-
-def model_of(name: str) -> ModelConfig:
-    return preset(name, tied=False)
 
 
 def cut(layers: int, owners: Sequence[int], head_layers: float) -> list[range]:
@@ -32,30 +25,24 @@ def cut(layers: int, owners: Sequence[int], head_layers: float) -> list[range]:
     stages = max(owners) + 1
     if layers < stages:
         raise UserError(f"{layers} layers cannot fill {stages} stages. Set --stages to {layers} or fewer.")
-    with_head = min(range(1, layers - stages + 2), key=lambda n: _costliest(n, layers, stages, head_layers))
+    with_head = min(
+        range(1, layers - stages + 2),
+        key=lambda n: max(n + head_layers, math.ceil((layers - n) / (stages - 1))),
+    )
     rest, longer = divmod(layers - with_head, stages - 1)
     others = [rank for rank in range(stages) if rank != owners[-1]]
     shares = {rank: rest + (place < longer) for place, rank in enumerate(others)} | {owners[-1]: with_head}
     parts_a_rank = len(owners) // stages
-    sizes, seen = [], set()
+    edges = [0]
     for part, rank in enumerate(owners):
         half = shares[rank] // parts_a_rank
-        sizes.append(half if rank in seen or parts_a_rank == 1 else shares[rank] - half)
-        seen.add(rank)
-        if not sizes[-1] and part != len(owners) - 1:
+        size = half if rank in owners[:part] or parts_a_rank == 1 else shares[rank] - half
+        if not size and part != len(owners) - 1:
             raise UserError(
                 f"{layers} layers and the head cannot fill {len(owners)} parts on {stages} ranks."
             )
-    edges = [sum(sizes[:part]) for part in range(len(sizes) + 1)]
-    return [range(edges[part], edges[part + 1]) for part in range(len(sizes))]
-
-
-def _costliest(with_head: int, layers: int, stages: int, head_layers: float) -> float:
-    return max(with_head + head_layers, math.ceil((layers - with_head) / (stages - 1)))
-
-
-def head_layers_by_flops(model: ModelConfig, sequence: int) -> float:
-    return head_cost(model).forward_flops / layer_cost(model, sequence).forward_flops
+        edges.append(edges[-1] + size)
+    return list(starmap(range, pairwise(edges)))
 
 
 def build_part(

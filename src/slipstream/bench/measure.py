@@ -1,39 +1,29 @@
 """Interleaved, repeated rounds: every contender is timed once per round, in an order that rotates.
 
-First each contender runs alone, which shows its memory, and whether it runs at all. Those that do are then built side
-by side and take turns of a few updates each, `ROUNDS_TOGETHER` rounds before they are built anew: cores that others use
-too are fast or slow for a second at a time. On a GPU whose memory they would fill together, every sample is of a
-contender alone.
-
-Time per update of a sample is taken in the steady state: from the end of the first group's work to the end of
-the last one's, which leaves fill and drain out. They are reported apart, read at the last stage (which
-waits first and is done first), and the three add up:
+First each contender runs alone, which shows its memory, and whether it runs at all: a schedule of torch's that fails
+(on a GPU: any contender) is reported with its error and takes no further part. The others are then built side by side
+and take turns of a few updates, since cores are fast or slow for a second at a time; on a GPU whose memory they would
+fill together, every sample is of a contender alone. The period of a sample is that of the steady state; fill and drain
+are read at the last stage, which waits first and is done first:
 
     wall = fill + updates * period + drain
-
-A contender's time is the median of its samples; the least is reported too, as the estimate that a busy
-machine disturbs least, and so is the processor time. A schedule of torch's that fails (on a GPU: any contender) is
-reported with its error and takes no further part.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
 import torch
 
-from slipstream.bench.rivals import RIVALS
+from slipstream.bench.contenders import BOUND, ENGINE, ENGINE_2BW, RIVALS
 from slipstream.bench.sample import RankSample, rotated, take_sample, take_turns
 from slipstream.bench.work import Work
 from slipstream.distributed import RankPool
-from slipstream.errors import UserError
+from slipstream.errors import UserError, did_you_mean
 
-BOUND, ENGINE, BASELINE = "bound", "slipstream", "torch_1f1b"
-ENGINE_2BW = "slipstream_2bw"  # with all microbatches old: beside it stands what a cutover costs
 WARM_UP_UPDATES = 4  # by then our schedule has chosen its depth from the times it measured
 ALONE_UPDATES = 3  # where they show memory only
 SHARE_TOGETHER = 0.7  # of a GPU's memory; the rest is for what allocators keep in pieces
@@ -78,55 +68,19 @@ class Result:
         samples = self.samples.get(name)
         return median(sample.period_seconds for sample in samples) * 1e3 if samples else None
 
-    def best_synchronous(self) -> str | None:
-        times = {name: time for name in RIVALS if (time := self.milliseconds(name)) is not None}
-        return min(times, key=times.__getitem__) if times else None
-
 
 def parse_rivals(text: str) -> list[str]:
     """`all`, `none`, or a list of rivals without their prefix: `1f1b,zbv`."""
     if text in ("all", "none"):
         return list(RIVALS) if text == "all" else []
-    names = [f"torch_{part.strip()}" for part in text.split(",")]
-    for name in names:
-        if name not in RIVALS:
-            known = [rival.removeprefix("torch_") for rival in RIVALS]
-            near = difflib.get_close_matches(name, RIVALS, n=1)
-            hint = f" Did you mean '{near[0].removeprefix('torch_')}'?" if near else ""
-            raise UserError(
-                f"There is no rival '{name.removeprefix('torch_')}'.{hint} "
-                f"Set --rivals to all, none, or a list of {', '.join(known)}."
-            )
-    return names
-
-
-def bench(
-    pool: RankPool,
-    works: Sequence[Work],
-    rivals: Sequence[str],
-    rounds: int = 15,
-    updates: int | None = None,
-    *,
-    timeout_seconds: float = 120.0,
-    progress: Progress = lambda _: None,
-) -> Iterator[Result]:
-    """Measure each work in turn; `updates` a sample, by default as many as 32 microbatches make (a GPU: 48)."""
-    if rounds < 1 or (updates is not None and updates < 2):
+    known = {rival.removeprefix("torch_"): rival for rival in RIVALS}
+    names = [part.strip() for part in text.split(",")]
+    for name in (name for name in names if name not in known):
         raise UserError(
-            f"--rounds {rounds} and --updates {updates}: a median needs 1 round or more, "
-            "and a period 2 updates or more."
+            f"There is no rival '{name}'.{did_you_mean(name, known)} "
+            f"Set --rivals to all, none, or a list of {', '.join(known)}."
         )
-    for work in works:
-        m = work.microbatches
-        yield measure(
-            pool,
-            work,
-            [BOUND, *rivals, ENGINE, *([] if work.all_old else [ENGINE_2BW])],
-            rounds=rounds,
-            updates=updates or (max(5, 48 // m) if work.device == "cuda" else max(4, 32 // m)),
-            timeout_seconds=timeout_seconds,
-            progress=progress,
-        )
+    return [known[name] for name in names]
 
 
 def measure(
@@ -141,22 +95,19 @@ def measure(
 ) -> Result:
     """Sample every contender `rounds` times; `updates` updates a sample."""
     result = Result(work)
-    pending = list(contenders)
-    if work.link_latency_seconds > 0:
-        result.errors = {name: NO_LATENCY for name in pending if name in RIVALS}
-        pending = [name for name in pending if name not in RIVALS]
-    for name in [name for name in pending if name in RIVALS]:
-        if reason := RIVALS[name].not_applicable(work.stages, work.microbatches):
+    for name in (name for name in contenders if name in RIVALS):
+        if work.link_latency_seconds > 0:
+            result.errors[name] = NO_LATENCY
+        elif reason := RIVALS[name].not_applicable(work.stages, work.microbatches):
             result.errors[name] = f"{NOT_APPLICABLE}: {reason}"
-            pending.remove(name)
-    take = _Taker(pool, work, timeout_seconds)
-    take.warm_up()
-    _alone(take, result, pending, 1, ALONE_UPDATES, progress)
+    taker = _Taker(pool, result, timeout_seconds, progress)
+    taker.warm_up()
+    taker.alone(contenders, 1, ALONE_UPDATES)
     result.samples = {name: [] for name in result.samples}
     if work.device == "cpu" or result.together_bytes < SHARE_TOGETHER * _device_bytes():
-        _in_turns(take, result, rounds, updates, progress)
+        taker.in_turns(rounds, updates)
     else:
-        _alone(take, result, pending, rounds, updates, progress)
+        taker.alone(contenders, rounds, updates)
     return result
 
 
@@ -164,72 +115,60 @@ def _device_bytes() -> int:
     return torch.cuda.get_device_properties(0).total_memory
 
 
-def _alone(
-    take: _Taker, result: Result, names: Sequence[str], rounds: int, updates: int, progress: Progress
-) -> None:
-    for turn in range(rounds):
-        for name in rotated([name for name in names if name not in result.errors], turn):
-            progress(f"m = {take.work.microbatches}, {_rounds(turn, 1, rounds)}alone: {name}")
-            try:
-                ranks = take.alone(name, updates)
-            except UserError as error:
-                if name not in RIVALS and take.work.device == "cpu":
-                    raise
-                result.errors[name] = str(error)
-                for found in (result.samples, result.peak_memory_bytes, result.held_bytes):
-                    found.pop(name, None)
-                take.warm_up()  # ranks that hung were replaced by new processes
-            else:
-                result.samples.setdefault(name, []).append(summarise(name, ranks))
-                result.peak_memory_bytes.setdefault(name, tuple(rank.peak_memory_bytes for rank in ranks))
-                result.held_bytes.setdefault(name, tuple(rank.held_bytes for rank in ranks))
-
-
-def _in_turns(take: _Taker, result: Result, rounds: int, updates: int, progress: Progress) -> None:
-    names = list(result.samples)
-    for turn in range(0, rounds, ROUNDS_TOGETHER):
-        count = min(ROUNDS_TOGETHER, rounds - turn)
-        progress(f"m = {take.work.microbatches}, {_rounds(turn, count, rounds)}in turns: {', '.join(names)}")
-        for taken in take.in_turns(names, updates, count):
-            for name, ranks in taken.items():
-                result.samples[name].append(summarise(name, ranks))
-
-
-def _rounds(done: int, count: int, rounds: int) -> str:
-    if rounds == 1:
-        return ""
-    return f"round {done + 1}" + (f" to {done + count}" if count > 1 else "") + f" of {rounds}, "
-
-
 @dataclass(frozen=True)
 class _Taker:
-    """Samples of one work on the ranks of a pool."""
+    """Takes the samples of one work on the ranks of a pool, into its result."""
 
     pool: RankPool
-    work: Work
+    result: Result
     timeout_seconds: float
+    progress: Progress
 
     def warm_up(self) -> None:
         """A process's first sample pays for lazy loading, in time and in memory: throw one away."""
-        work = self.work
+        work = self.result.work
         if work.device == "cuda":
             work = replace(work, microbatches=work.stages)
         self._run(1, take_sample, BOUND, work, GPU_WARM_UP_UPDATES, 2)
 
-    def alone(self, name: str, updates: int) -> list[RankSample]:
-        on_cpu = self.work.device == "cpu"
-        ours = name in (ENGINE, ENGINE_2BW)
-        warm_up = WARM_UP_UPDATES if ours or on_cpu else GPU_WARM_UP_UPDATES
-        return self._run(1, take_sample, name, self.work, warm_up, updates)
+    def alone(self, names: Sequence[str], rounds: int, updates: int) -> None:
+        result, on_cpu = self.result, self.result.work.device == "cpu"
+        for turn in range(rounds):
+            for name in rotated([name for name in names if name not in result.errors], turn):
+                self._tell(turn, 1, rounds, f"alone: {name}")
+                ours = name in (ENGINE, ENGINE_2BW)
+                warm_up = WARM_UP_UPDATES if ours or on_cpu else GPU_WARM_UP_UPDATES
+                try:
+                    ranks = self._run(1, take_sample, name, result.work, warm_up, updates)
+                except UserError as error:
+                    if name not in RIVALS and on_cpu:
+                        raise
+                    result.errors[name] = str(error)
+                    for found in (result.samples, result.peak_memory_bytes, result.held_bytes):
+                        found.pop(name, None)
+                    self.warm_up()  # ranks that hung were replaced by new processes
+                else:
+                    result.samples.setdefault(name, []).append(summarise(name, ranks))
+                    result.peak_memory_bytes.setdefault(name, tuple(rank.peak_memory_bytes for rank in ranks))
+                    result.held_bytes.setdefault(name, tuple(rank.held_bytes for rank in ranks))
 
-    def in_turns(self, names: Sequence[str], updates: int, rounds: int) -> list[dict[str, list[RankSample]]]:
-        """Of each round and contender, its ranks."""
-        ranks = self._run(len(names), take_turns, names, self.work, WARM_UP_UPDATES, updates, rounds)
-        return [{name: [rank[turn][name] for rank in ranks] for name in names} for turn in range(rounds)]
+    def in_turns(self, rounds: int, updates: int) -> None:
+        names, work = list(self.result.samples), self.result.work
+        for done in range(0, rounds, ROUNDS_TOGETHER):
+            count = min(ROUNDS_TOGETHER, rounds - done)
+            self._tell(done, count, rounds, f"in turns: {', '.join(names)}")
+            ranks = self._run(len(names), take_turns, names, work, WARM_UP_UPDATES, updates, count)
+            for turn in range(count):
+                for name in names:
+                    self.result.samples[name].append(summarise(name, [rank[turn][name] for rank in ranks]))
+
+    def _tell(self, done: int, count: int, rounds: int, what: str) -> None:
+        number = f"round {done + 1}" + (f" to {done + count}" if count > 1 else "") + f" of {rounds}, "
+        self.progress(f"m = {self.result.work.microbatches}, {number if rounds > 1 else ''}{what}")
 
     def _run(self, contenders: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
         seconds = self.timeout_seconds * contenders
-        return self.pool.run(job, *arguments, ranks=self.work.stages, timeout=seconds)
+        return self.pool.run(job, *arguments, ranks=self.result.work.stages, timeout=seconds)
 
 
 def summarise(name: str, ranks: Sequence[RankSample]) -> Sample:

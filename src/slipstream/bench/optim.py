@@ -4,13 +4,10 @@ Two tables. *Steps*: one step over the hidden matrices of a preset, gradients gi
 round in a rotating order. *Corrections*: a whole training step (forward, backward, update, publish) without
 correction and with error feedback, in the same way, and the bytes that live on after the step under each.
 A contender that cannot run is listed with its error.
-
-    python -m slipstream.bench.optim --device cuda --json
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import time
@@ -26,6 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from slipstream.bench.checks import check_device
+from slipstream.bench.sample import rotated, settle
 from slipstream.errors import UserError
 from slipstream.models.sizes import PRESETS, ModelConfig
 from slipstream.models.stages import build_model
@@ -35,14 +33,11 @@ from slipstream.optim.muon import Muon
 from slipstream.pipeline.emulator import Emulator
 
 OURS, TORCH, LIBRARY = "slipstream muon", "torch.optim.Muon", "pytorch-optimizer Muon"
+CORRECTIONS = ("none", "error_feedback")
 
 
 def run(
-    as_json: bool = False,
-    device: str | None = None,
-    preset: str | None = None,
-    rounds: int = 7,
-    corrections: bool = True,
+    as_json: bool = False, device: str | None = None, preset: str | None = None, rounds: int = 7
 ) -> dict[str, Any]:
     """Measure and print. Default: a GPU with smollm2-360m if there is one, else the CPU with cpu-default."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -58,9 +53,8 @@ def run(
         "threads": torch.get_num_threads(),
         "preset": preset,
         "steps": measure_steps(PRESETS[preset], device, rounds),
+        "corrections": measure_corrections(PRESETS[preset], device, rounds),
     }
-    if corrections:
-        result["corrections"] = measure_corrections(PRESETS[preset], device, rounds)
     print(json.dumps(result, indent=2)) if as_json else _print(result)
     return result
 
@@ -97,14 +91,14 @@ def measure_steps(config: ModelConfig, device: str, rounds: int) -> dict[str, An
     params = matrices(config, device)
     start = [parameter.detach().clone() for parameter in params]
     runs: dict[str, Callable[[], None]] = {}
-    errors: dict[str, str] = {}
+    rows: dict[str, Any] = {}
     for name, make in CONTENDERS.items():
         try:
             optimizer = make(params)
             optimizer.step()
             runs[name] = optimizer.step
         except Exception as error:  # a rival that is missing or refuses must not end the benchmark
-            errors[name] = f"{type(error).__name__}: {error}"
+            rows[name] = {"error": f"{type(error).__name__}: {error}"}
 
     def restore() -> None:  # a rival may use the gradients as scratch, and weights must not run away
         generator = torch.Generator(device).manual_seed(1)
@@ -113,7 +107,6 @@ def measure_steps(config: ModelConfig, device: str, rounds: int) -> dict[str, An
             parameter.grad = torch.randn(value.shape, generator=generator, device=device)
 
     times = _rotate(runs, rounds, device, restore)
-    rows: dict[str, Any] = {name: {"error": text} for name, text in errors.items()}
     for name, seconds in times.items():
         rows[name] = {"ms": median(seconds) * 1e3, "least_ms": min(seconds) * 1e3}
         rows[name]["times_ours"] = median(seconds) / median(times[OURS])
@@ -149,20 +142,19 @@ def measure_corrections(config: ModelConfig, device: str, rounds: int) -> dict[s
             step()
         return step, _live_bytes(device) - before
 
-    names = ("none", "error_feedback")
     make("none")  # thrown away: whoever comes first would pay for the libraries' workspaces
-    made = {name: make(name) for name in names}
-    times = _rotate({name: made[name][0] for name in names}, rounds, device, lambda: None)
+    made = {name: make(name) for name in CORRECTIONS}
+    times = _rotate({name: made[name][0] for name in CORRECTIONS}, rounds, device)
     plain = median(times["none"])
     ratios = [fed / bare for fed, bare in zip(times["error_feedback"], times["none"], strict=True)]
     publish = _publish_seconds(config, device, rounds)
     return {
         "tokens_per_step": microbatches * rows * sequence,
-        "step_ms": {name: median(times[name]) * 1e3 for name in names},
+        "step_ms": {name: median(times[name]) * 1e3 for name in CORRECTIONS},
         "step_overhead": median(ratios) - 1,
-        "publish_ms": {name: publish[name] * 1e3 for name in names},
+        "publish_ms": {name: publish[name] * 1e3 for name in CORRECTIONS},
         "publish_overhead": (publish["error_feedback"] - publish["none"]) / plain,
-        "lasting_bytes": {name: made[name][1] for name in names},
+        "lasting_bytes": {name: made[name][1] for name in CORRECTIONS},
         "error_feedback_lasting_bytes": made["error_feedback"][1] - made["none"][1],
     }
 
@@ -184,8 +176,8 @@ def _publish_seconds(config: ModelConfig, device: str, rounds: int) -> dict[str,
             ]
         correction.publish(Publication(banks, new, old, unused, [], 1))
 
-    runs = {name: lambda name=name: publish(name) for name in ("none", "error_feedback")}
-    return {name: median(times) for name, times in _rotate(runs, rounds, device, lambda: None).items()}
+    runs = {name: lambda name=name: publish(name) for name in CORRECTIONS}
+    return {name: median(times) for name, times in _rotate(runs, rounds, device).items()}
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -193,33 +185,30 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _rotate(
-    runs: Mapping[str, Callable[[], None]], rounds: int, device: str, between: Callable[[], None]
+    runs: Mapping[str, Callable[[], None]],
+    rounds: int,
+    device: str,
+    between: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
     """Seconds of each run in each round; the order rotates, so that none always follows the same other."""
-    names = list(runs)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):  # the first round warms up
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        for name in rotated(list(runs), number):
             between()
-            _synchronise(device)
+            settle(torch.device(device))
             start = time.perf_counter()
             runs[name]()
-            _synchronise(device)
+            settle(torch.device(device))
             if number:
                 times[name].append(time.perf_counter() - start)
     return times
-
-
-def _synchronise(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
 
 
 def _live_bytes(device: str) -> int:
     """Bytes held: by the CUDA allocator, or on a CPU by every tensor alive."""
     gc.collect()
     if device.startswith("cuda"):
-        _synchronise(device)
+        settle(torch.device(device))
         return torch.cuda.memory_stats(device)["requested_bytes.all.current"]  # without rounding to blocks
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
@@ -240,20 +229,10 @@ def _print(result: Mapping[str, Any]) -> None:
         else:
             table.add_row(name, f"{row['ms']:.2f}", f"{row['least_ms']:.2f}", f"{row['times_ours']:.2f}")
     console.print(table)
-    if corrections := result.get("corrections"):
-        none, fed = (corrections["step_ms"][name] for name in ("none", "error_feedback"))
-        console.print(
-            f"training step: {none:.2f} ms, with error feedback {fed:.2f} ms "
-            f"({corrections['step_overhead']:+.1%}; publishing {corrections['publish_overhead']:+.1%}); "
-            f"lasting memory {corrections['error_feedback_lasting_bytes']:+d} bytes"
-        )
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What an optimizer step costs.")
-    parser.add_argument("--device")
-    parser.add_argument("--preset")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--no-corrections", dest="corrections", action="store_false")
-    parser.add_argument("--json", dest="as_json", action="store_true")
-    run(**vars(parser.parse_args()))
+    corrections = result["corrections"]
+    console.print(
+        f"training step: {corrections['step_ms']['none']:.2f} ms, with error feedback "
+        f"{corrections['step_ms']['error_feedback']:.2f} ms ({corrections['step_overhead']:+.1%}; "
+        f"publishing {corrections['publish_overhead']:+.1%}); "
+        f"lasting memory {corrections['error_feedback_lasting_bytes']:+d} bytes"
+    )

@@ -1,23 +1,27 @@
 """Is each partition of the GPU really its own? Matrix products and copies of one partition, alone and together.
 
-    whole     one process on the whole GPU, before it is cut
-    alone     one partition works; the others have a context and nothing to do
-    waiting   one partition works; the streams of the others wait for it, as a stage waits for its neighbour
-    together  all partitions work
-
-If partitions hold, `together` adds up to about `whole`, and one partition gets the same whether the others work, wait
-or rest: an idle partition does not speed up the others. What `alone` has beyond its share is lent by idle neighbours
-(power, so clocks). Bandwidth is shared, and the copies show how much of it one partition can take.
+whole     one process on the whole GPU, before it is cut
+alone     one partition works; the others have a context and nothing to do
+waiting   one partition works; the streams of the others wait for it, as a stage waits for its neighbour
+together  all partitions work: about `whole` in sum, and one gets the same as `alone`, if partitions hold
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
-from slipstream.bench.stopwatch import Stopwatch
+from slipstream.bench.checks import check_device, make_room
+from slipstream.bench.contenders import Stopwatch
 from slipstream.distributed import RankPool, World, partitioned
 from slipstream.distributed.world import device_for
 from slipstream.errors import UserError
@@ -27,16 +31,40 @@ COPY_BYTES = 1 << 30
 TIMEOUT_SECONDS = 60.0
 
 
+@contextlib.contextmanager
+def ranks_on(count: int, partitions: int | None = None) -> Iterator[RankPool]:
+    """A pool of ranks, on the partitions of a GPU where it is cut."""
+    if partitions is None:
+        with RankPool(count) as pool:
+            yield pool
+        return
+    with partitioned(partitions) as service:
+        try:
+            with RankPool(count, service.environment) as pool:
+                yield pool
+        except UserError as error:
+            raise UserError(f"{error}\nThe partitions' service said:\n{service.log()}") from error
+
+
+def run(partitions: int, as_json: bool, out: Path | None) -> None:
+    """`slipstream bench --probe`."""
+    if partitions < 1:
+        raise UserError(f"A GPU cannot be cut into {partitions} partitions. Set --partitions to 1 or more.")
+    check_device("cuda")
+    make_room(out)
+    found = probe(partitions)
+    text = json.dumps(found, indent=2)
+    if out is not None:
+        out.write_text(text + "\n")
+    print(text) if as_json else _print(Console(highlight=False), found)
+
+
 def probe(count: int, products: int = 200) -> dict[str, Any]:
     """Measure and return everything, rates in TFLOP/s and GB/s; `products` matrix products a measurement."""
-    with RankPool(1) as pool:
+    with ranks_on(1) as pool:
         (whole,) = pool.run(measure_whole, products * 3, timeout=TIMEOUT_SECONDS)
-    with partitioned(count) as partitions:
-        try:
-            with RankPool(count, partitions.environment) as pool:
-                ranks = pool.run(measure_partition, products, timeout=TIMEOUT_SECONDS)
-        except UserError as error:
-            raise UserError(f"{error}\n{partitions.log()}") from error
+    with ranks_on(count, count) as pool:
+        ranks = pool.run(measure_partition, products, timeout=TIMEOUT_SECONDS)
     alone, waiting = ranks[0]["alone"], ranks[0]["waiting"]
     together = [rank["together"] for rank in ranks]
     share = sum(together) / len(together)
@@ -92,9 +120,8 @@ def measure_partition(world: World, products: int) -> dict[str, Any]:
         if world.rank == 0:
             found[name] = matmul_tflops(device, products, signal if name == "waiting" else None)
         elif name == "waiting":
-            dist.recv(
-                signal, 0
-            )  # told as soon as rank 0 has queued its work; the stream waits until it is done
+            # Told as soon as rank 0 has queued its work; the stream waits until it is done.
+            dist.recv(signal, 0)
             torch.cuda.synchronize(device)
     dist.barrier()
     if world.rank == 0:
@@ -123,8 +150,7 @@ def matmul_tflops(device: torch.device, products: int, signal: torch.Tensor | No
     if signal is not None:
         for rank in range(1, dist.get_world_size()):
             dist.send(signal, rank)
-    watch.read()
-    start, end = watch.moments
+    start, end = watch.read()
     return products * 2 * SIZE**3 / (end - start) / 1e12
 
 
@@ -139,6 +165,29 @@ def copy_gbytes(device: torch.device, copies: int = 30) -> float:
     for _ in range(copies):
         target.copy_(source)
     watch.mark()
-    watch.read()
-    start, end = watch.moments
+    start, end = watch.read()
     return copies * 2 * COPY_BYTES / (end - start) / 1e9
+
+
+def _print(console: Console, found: dict[str, Any]) -> None:
+    """What the partitions of a GPU get, alone and together."""
+    matmul, copied, processors = (
+        found[name] for name in ("matmul_tflops", "copy_gbytes_per_second", "multiprocessors")
+    )
+    table = Table(title=f"{found['device']} in {found['partitions']} partitions", box=SIMPLE_HEAD)
+    for heading in ("", "multiprocessors", "matmul TFLOP/s", "copy GB/s"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for name, count, products, copies in (
+        ("whole GPU", processors["whole"], [matmul["whole"]], [copied["whole"]]),
+        ("one, others idle", processors["partition"], [matmul["alone"]], [copied["alone"]]),
+        ("one, others waiting", "", [matmul["alone_others_waiting"]], []),
+        ("all together", "", matmul["together"], copied["together"]),
+    ):
+        table.add_row(
+            name, str(count), *(" ".join(f"{v:.0f}" for v in rates) for rates in (products, copies))
+        )
+    console.print(table)
+    console.print(
+        f"one is {found['alone_of_whole']:.2f} of the whole, all together {found['together_of_whole']:.2f}; "
+        f"with the others at work one gets {found['together_over_alone']:.2f} of what it gets alone."
+    )

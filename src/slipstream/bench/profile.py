@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slipstream.bench.measure import ENGINE, WARM_UP_UPDATES
+from slipstream.bench.contenders import BASELINE, ENGINE
+from slipstream.bench.measure import WARM_UP_UPDATES
 from slipstream.bench.sample import RankSample, take_sample
-from slipstream.bench.work import Work, build_module, build_optimizer, group_input, group_target, loss_of
+from slipstream.bench.work import Work, build_optimizer
 from slipstream.distributed import RankPool, World
 from slipstream.lists import copy_
 from slipstream.plan.devices import Runtime
@@ -33,7 +34,7 @@ from slipstream.schedule.costs import Costs
 from slipstream.schedule.generate import build
 from slipstream.schedule.simulate import simulate
 
-SCHEDULES = {"torch_1f1b": "1f1b", "torch_gpipe": "gpipe", ENGINE: "pipedream_2bw"}
+SCHEDULES = {BASELINE: "1f1b", "torch_gpipe": "gpipe", ENGINE: "pipedream_2bw"}
 SIMULATED_GROUPS = 160  # with jitter a few would be a lottery
 FEW, MANY = 4, 12  # microbatches of the almost empty runs
 EMPTY_UPDATES = 100
@@ -41,17 +42,16 @@ EMPTY_UPDATES = 100
 
 def schedule_of(name: str, work: Work, groups: int) -> Schedule:
     """The contender's schedule; how many microbatches ours keeps in flight is part of the layout."""
-    options = {"in_flight": work.in_flight} if name == ENGINE and work.in_flight is not None else {}
-    return build(SCHEDULES[name], work.stages, work.microbatches, groups, **options)
+    in_flight = work.in_flight if name == ENGINE else None
+    return build(SCHEDULES[name], work.stages, work.microbatches, groups, in_flight=in_flight)
 
 
 def profile_stage(
     world: World, name: str, work: Work, groups: int, average: Callable[[Sequence[float]], float] = fmean
 ) -> StageSeconds:
     """One rank's stage, alone but at the same time as the others: they share caches and memory bandwidth."""
-    module = build_module(work, world.rank, work.stages)
-    inputs = group_input(work)[: work.batch]
-    target, loss_function = group_target(work)[: work.batch], loss_of(work)
+    module = work.module(world.rank, work.stages)
+    inputs, target, loss_function = work.inputs()[: work.batch], work.targets()[: work.batch], work.loss()
 
     def loss(output: Tensor) -> Tensor:
         return loss_function(output, target)

@@ -1,13 +1,8 @@
 """Time to loss: the same run under several schedules, one after the other, and who reached one loss first.
 
-Every contender is a whole `slipstream train` with the same model, data, seed, batch and learning rates; only the
-schedule differs (and with it the delay and its correction, which only 2bw has). The clock is the wall clock of
-training from the first recorded step on: start-up, compilation, the validations themselves and the time between an
-interruption and its resumption are left out, alike for all. The target is a loss at which every contender ended,
-unless one is given: the worst of their final ones.
-
-race.json and race.html are written anew while a contender trains and after each, from whatever there is; a race that
-is interrupted goes on where it was when the same command is given again.
+Only the schedule differs (and with it the delay and its correction, which only 2bw has). The clock is the wall clock of
+training: start-up, compilation, validations and the time until a resumption are left out, alike for all. race.json and
+race.html are written anew while a contender trains and after each; the same command goes on with an interrupted race.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -40,20 +35,6 @@ EVERY_SECONDS = 20.0  # between two writings of the page while a contender train
 STOP_SECONDS = 120.0  # for a contender to save and leave
 STOPPED = (75, 130)  # exit codes of a run that was asked to stop (`cli/train.py`)
 NO_DELAY = ("optim.correction=none", "optim.sync_start=0", "optim.sync_finish=0")
-
-
-@dataclass(frozen=True)
-class Lap:
-    """What one contender did. Seconds and tokens to the target are None where it was not reached."""
-
-    schedule: str
-    finished: bool
-    tokens_per_second: float
-    best_loss: float
-    final_loss: float
-    seconds: float  # of training, to the end of the run
-    seconds_to_target: float | None = None
-    tokens_to_target: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,9 +62,7 @@ def race(
     for schedule in schedules:
         progress(f"training with {schedule}")
         _train(arguments, schedule, out, lambda: write(schedules, out, target))
-    compare(
-        {name: read_run(out / name) for name in schedules}, target
-    )  # says so where validations are missing
+    compare({name: read_run(out / name) for name in schedules}, target)  # refuses too few validations
     result = write(schedules, out, target)
     assert result is not None
     return result
@@ -167,7 +146,7 @@ def compare(runs: dict[str, Run], target: float | None) -> dict[str, Any]:
     laps = {
         schedule: _lap(run, schedule, curves[schedule], reached[schedule]) for schedule, run in runs.items()
     }
-    result: dict[str, Any] = {"target_loss": target, "laps": [asdict(lap) for lap in laps.values()]}
+    result: dict[str, Any] = {"target_loss": target, "laps": list(laps.values())}
     others = {schedule: at for schedule, at in reached.items() if at is not None and schedule != OURS}
     if (ours := reached.get(OURS)) is not None and others:
         best = min(others, key=lambda schedule: others[schedule].seconds)
@@ -175,7 +154,7 @@ def compare(runs: dict[str, Run], target: float | None) -> dict[str, Any]:
             return result
         result |= {
             "best_sync": best,
-            "speedup_in_tokens_per_second": laps[OURS].tokens_per_second / laps[best].tokens_per_second,
+            "speedup_in_tokens_per_second": laps[OURS]["tokens_per_second"] / laps[best]["tokens_per_second"],
             "token_penalty": ours.tokens / others[best].tokens,
             "speedup_in_time_to_target": others[best].seconds / ours.seconds,
         }
@@ -205,18 +184,19 @@ def curve(run: Run) -> list[Point]:
     return points
 
 
-def _lap(run: Run, schedule: str, points: Sequence[Point], reached: Point | None) -> Lap:
+def _lap(run: Run, schedule: str, points: Sequence[Point], reached: Point | None) -> dict[str, Any]:
+    """What one contender did. Seconds and tokens to the target are None where it was not reached."""
     first, last = points[0], points[-1]
-    return Lap(
-        schedule,
-        run.status == "finished",
-        tokens_per_second=(last.tokens - first.tokens) / (last.seconds - first.seconds),
-        best_loss=min(point.loss for point in points),
-        final_loss=last.loss,
-        seconds=last.seconds,
-        seconds_to_target=reached.seconds if reached else None,
-        tokens_to_target=reached.tokens if reached else None,
-    )
+    return {
+        "schedule": schedule,
+        "finished": run.status == "finished",
+        "tokens_per_second": (last.tokens - first.tokens) / (last.seconds - first.seconds),
+        "best_loss": min(point.loss for point in points),
+        "final_loss": last.loss,
+        "seconds": last.seconds,  # of training, to the end of the run
+        "seconds_to_target": reached.seconds if reached else None,
+        "tokens_to_target": reached.tokens if reached else None,
+    }
 
 
 def reach(points: Sequence[Point], target: float) -> Point | None:
@@ -233,30 +213,31 @@ def reach(points: Sequence[Point], target: float) -> Point | None:
     return None
 
 
-HEADINGS = ("schedule", "seconds", "M tokens", "tokens / s", "final loss")
-
-
-def title(result: dict[str, Any]) -> str:
-    return f"Time to a validation loss of {result['target_loss']:.4f}"
-
-
-def rows(result: dict[str, Any]) -> Iterator[list[str]]:
-    """A line of the table for each contender."""
+def _table(result: dict[str, Any]) -> Table:
+    rows = []
     for lap in result["laps"]:
         reached = lap["seconds_to_target"] is not None
-        yield [
-            lap["schedule"] if lap["finished"] else f"{lap['schedule']} (not finished)",
-            f"{lap['seconds_to_target']:.1f}" if reached else "not reached",
-            f"{lap['tokens_to_target'] / 1e6:.2f}" if reached else "",
-            f"{lap['tokens_per_second']:,.0f}",
-            f"{lap['final_loss']:.4f}",
-        ]
+        rows.append(
+            [
+                lap["schedule"] if lap["finished"] else f"{lap['schedule']} (not finished)",
+                f"{lap['seconds_to_target']:.1f}" if reached else "not reached",
+                f"{lap['tokens_to_target'] / 1e6:.2f}" if reached else "",
+                f"{lap['tokens_per_second']:,.0f}",
+                f"{lap['final_loss']:.4f}",
+            ]
+        )
+    return Table(
+        ("schedule", "seconds", "M tokens", "tokens / s", "final loss"),
+        rows,
+        title=f"Time to a validation loss of {result['target_loss']:.4f}",
+        note="Seconds of training: without start-up, compilation and validations.",
+    )
 
 
-def sentence(result: dict[str, Any]) -> str | None:
+def _sentence(result: dict[str, Any]) -> str:
     """Ours against the best of the others, where both reached the target."""
     if "best_sync" not in result:
-        return None
+        return ""
     return (
         f"2bw reaches it {result['speedup_in_time_to_target']:.2f} times as fast as {result['best_sync']}: "
         f"{result['speedup_in_tokens_per_second']:.2f} times the tokens per second, "
@@ -265,13 +246,12 @@ def sentence(result: dict[str, Any]) -> str | None:
 
 
 def _verdict(result: dict[str, Any]) -> list[Table | Text]:
-    note = "Seconds of training: without start-up, compilation and validations."
-    parts: list[Table | Text] = [Table(HEADINGS, list(rows(result)), title=title(result), note=note)]
-    if (said := sentence(result)) is not None:
-        parts.append(Text(said))
-    if not result["complete"]:
-        parts.insert(0, Text("The race is not over: these are the figures so far.", tone="warning"))
-    return parts
+    over = (
+        []
+        if result["complete"]
+        else [Text("The race is not over: these are the figures so far.", tone="warning")]
+    )
+    return [*over, _table(result), *(Text(said) for said in (_sentence(result),) if said)]
 
 
 def _chart(runs: dict[str, Run], result: dict[str, Any]) -> Chart:
@@ -287,12 +267,13 @@ def _chart(runs: dict[str, Run], result: dict[str, Any]) -> Chart:
 
 
 def print_race(console: Console, result: dict[str, Any]) -> None:
-    table = RichTable(title=title(result), box=SIMPLE_HEAD)
-    for heading in HEADINGS:
+    shown = _table(result)
+    table = RichTable(title=shown.title, box=SIMPLE_HEAD)
+    for heading in shown.header:
         table.add_column(heading, justify="left" if heading == "schedule" else "right", no_wrap=True)
-    for row in rows(result):
+    for row in shown.rows:
         table.add_row(*row)
     console.print(table)
-    if (said := sentence(result)) is not None:
+    if said := _sentence(result):
         console.print(said)
     console.print(f"Curves and timelines: {result['page']}")

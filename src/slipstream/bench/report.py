@@ -10,8 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.bench.measure import BASELINE, BOUND, ENGINE, ENGINE_2BW, NO_LATENCY, NOT_APPLICABLE, Result
-from slipstream.bench.rivals import RIVALS
+from slipstream.bench.contenders import BASELINE, BOUND, ENGINE, ENGINE_2BW, LABELS, RIVALS
+from slipstream.bench.measure import NO_LATENCY, NOT_APPLICABLE, Result
 from slipstream.bench.work import Work
 
 FAILED = "[red]failed[/]"
@@ -20,19 +20,15 @@ EXPLAINED = (
     "pipeline without a bubble, and a little above 1 is noise or work that overlaps. speed-up: over torch's 1F1B. "
     "cpu ms, peak MB: of each rank."
 )
-LABELS = {
-    BOUND: "bubble-free bound",
-    ENGINE_2BW: "slipstream, all old",
-    **{name: rival.label for name, rival in RIVALS.items()},
-}
 
 
 def record(result: Result) -> dict[str, Any]:
     """One JSON object per number of microbatches; times in milliseconds per update, null where not run."""
-    ours, bound = result.milliseconds(ENGINE), result.milliseconds(BOUND)
-    best = result.best_synchronous()
-    best_ms = result.milliseconds(best) if best else None
-    baseline = result.milliseconds(BASELINE)
+    ours, bound, baseline = (result.milliseconds(name) for name in (ENGINE, BOUND, BASELINE))
+    rivals = {name: result.milliseconds(name) for name in RIVALS}
+    ran = {name: time for name, time in rivals.items() if time is not None}
+    best = min(ran, key=ran.__getitem__, default=None)
+    best_ms = ran[best] if best else None
     samples = result.samples
     return {
         "microbatches": result.work.microbatches,
@@ -42,7 +38,7 @@ def record(result: Result) -> dict[str, Any]:
         "device": result.work.device,
         "link_latency_ms": result.work.link_latency_seconds * 1e3,
         "bound_ms": bound,
-        **{f"{name}_ms": result.milliseconds(name) for name in RIVALS},
+        **{f"{name}_ms": time for name, time in rivals.items()},
         "slipstream_ms": ours,
         "slipstream_2bw_ms": result.milliseconds(ENGINE_2BW),
         "speedup_over_1f1b": _ratio(baseline, ours),
@@ -90,7 +86,7 @@ def print_result(console: Console, result: Result) -> None:
     for heading in ("median", "least", "of bound", "speed-up", "cpu ms", "peak MB"):
         table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
     for name in (BOUND, *RIVALS, ENGINE, ENGINE_2BW):
-        label = LABELS.get(name, name)
+        label = LABELS[name]
         time = result.milliseconds(name)
         if time is None:
             if name in result.errors:
@@ -112,7 +108,7 @@ def print_result(console: Console, result: Result) -> None:
     console.print(EXPLAINED, style="dim")
     for name, error in result.errors.items():
         style = "red" if _state(error) == FAILED else "dim"
-        console.print(f"{LABELS.get(name, name)}: {error}", style=style, markup=False)
+        console.print(f"{LABELS[name]}: {error}", style=style, markup=False)
 
 
 def _state(error: str) -> str:
@@ -131,29 +127,3 @@ def _median_ms(seconds: Sequence[float]) -> float | None:
 
 def _fixed(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
-
-
-def print_probe(console: Console, found: dict[str, Any]) -> None:
-    """What the partitions of a GPU get, alone and together."""
-    matmul, copied = found["matmul_tflops"], found["copy_gbytes_per_second"]
-    processors = found["multiprocessors"]
-    title = f"{found['device']} in {found['partitions']} partitions"
-    table = Table(title=title, box=SIMPLE_HEAD)
-    for heading in ("", "multiprocessors", "matmul TFLOP/s", "copy GB/s"):
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    table.add_row("whole GPU", str(processors["whole"]), f"{matmul['whole']:.0f}", f"{copied['whole']:.0f}")
-    table.add_row(
-        "one, others idle", str(processors["partition"]), f"{matmul['alone']:.0f}", f"{copied['alone']:.0f}"
-    )
-    table.add_row("one, others waiting", "", f"{matmul['alone_others_waiting']:.0f}", "")
-    table.add_row(
-        "all together",
-        "",
-        " ".join(f"{value:.0f}" for value in matmul["together"]),
-        " ".join(f"{value:.0f}" for value in copied["together"]),
-    )
-    console.print(table)
-    console.print(
-        f"one is {found['alone_of_whole']:.2f} of the whole, all together {found['together_of_whole']:.2f}; "
-        f"with the others at work one gets {found['together_over_alone']:.2f} of what it gets alone."
-    )

@@ -16,32 +16,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from slipstream.bench.bound import BoundRun
-from slipstream.bench.engine import EngineRun
-from slipstream.bench.rivals import RIVALS, RivalRun
+from slipstream.bench.contenders import Run, build_run
 from slipstream.bench.work import Work
 from slipstream.distributed import World
 from slipstream.errors import UserError
-
-
-class Run(Protocol):
-    """One rank of a contender. `step` hands in one group."""
-
-    @property
-    def ends(self) -> list[float]:
-        """When this rank was done with each group's work; complete after `drain`."""
-        ...
-
-    losses: list[torch.Tensor]  # of the last group, on the rank that computes them
-
-    def step(self) -> None: ...
-    def drain(self) -> None: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -61,12 +43,12 @@ def take_sample(world: World, name: str, work: Work, warmup: int, updates: int) 
     """Time `updates` updates of the contender `name` from an empty pipeline to an empty pipeline."""
     device = work.device_of(world.rank)
     with _told():
-        resting_bytes = reset_peak_memory(device)
+        resting_bytes = _reset_peak_memory(device)
         run = build_run(name, work, world.rank)
         losses = _warm_up(run, warmup)
         sample = replace(
             _timed(run, device, updates),
-            peak_memory_bytes=peak_memory_bytes(device) - resting_bytes,
+            peak_memory_bytes=_peak_memory_bytes(device) - resting_bytes,
             held_bytes=torch.cuda.memory_allocated(device) - resting_bytes if device.type == "cuda" else 0,
             losses=losses,
         )
@@ -131,23 +113,13 @@ def _timed(run: Run, device: torch.device, updates: int) -> RankSample:
     return RankSample(start, tuple(run.ends), finish, cpu_finish - cpu_start)
 
 
-def build_run(name: str, work: Work, rank: int) -> Run:
-    if name == "bound":
-        return BoundRun(work, rank)
-    if name == "slipstream":
-        return EngineRun(work, rank)
-    if name == "slipstream_2bw":
-        return EngineRun(replace(work, cutover=work.microbatches), rank)
-    return RivalRun(RIVALS[name], work, rank)
-
-
 def settle(device: torch.device) -> None:
     """Let a GPU finish what is queued; only at the ends of a sample."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def reset_peak_memory(device: torch.device) -> int:
+def _reset_peak_memory(device: torch.device) -> int:
     """Give freed memory back, forget the high-water mark, and return what is held now."""
     gc.collect()
     if device.type == "cuda":
@@ -157,10 +129,10 @@ def reset_peak_memory(device: torch.device) -> int:
     elif sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)  # else a sample would live in what the last one left behind
         Path("/proc/self/clear_refs").write_text("5")
-    return peak_memory_bytes(device)
+    return _peak_memory_bytes(device)
 
 
-def peak_memory_bytes(device: torch.device) -> int:
+def _peak_memory_bytes(device: torch.device) -> int:
     """High-water mark of the GPU's memory, or of the resident set; since the last reset where there is one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -6,14 +6,13 @@ stage as its costs; what then differs is communication, jitter and anything else
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
-from slipstream.bench.engine import EngineRun
-from slipstream.bench.measure import ENGINE, WARM_UP_UPDATES
-from slipstream.bench.rivals import RIVALS, RivalRun
+from slipstream.bench.contenders import ENGINE, LABELS, EngineRun, build_run
+from slipstream.bench.measure import WARM_UP_UPDATES
 from slipstream.bench.sample import settle
 from slipstream.bench.work import Work
 from slipstream.distributed import RankPool, World
@@ -25,15 +24,12 @@ from slipstream.schedule.simulate import simulate
 from slipstream.schedule.timeline import Span, Timeline
 
 GROUPS = 3  # one that fills, one in the steady state, one that drains
-Pair = tuple[Timeline, Timeline]  # predicted, measured
 
 
-def draw(
-    pool: RankPool, work: Work, path: Path, names: Sequence[str] = (ENGINE,), seconds: float = 120.0
-) -> dict[str, str]:
+def draw(pool: RankPool, work: Work, path: Path, names: Sequence[str], seconds: float) -> dict[str, str]:
     """Measure each contender and write the picture after each: .html, .svg or .json (a trace), the two one under the
     other. Returns the errors of those that failed."""
-    drawn: dict[str, Pair] = {}
+    drawn: dict[str, Timeline] = {}
     errors: dict[str, str] = {}
     for name in names:
         try:
@@ -41,32 +37,10 @@ def draw(
         except UserError as error:
             errors[name] = str(error)
             continue
-        drawn[label(name)] = predict(work, measured, in_flight, name), measured
-        _save(path, drawn)
+        drawn[f"{LABELS[name]}, predicted"] = predict(work, measured, in_flight, name)
+        drawn[f"{LABELS[name]}, measured"] = measured
+        plot.save(path, drawn, unit="seconds")
     return errors
-
-
-def label(name: str) -> str:
-    return RIVALS[name].label if name in RIVALS else name
-
-
-def _save(path: Path, drawn: Mapping[str, Pair]) -> None:
-    words = ("predicted", "measured")
-    plot.save(
-        path,
-        {
-            f"{name}, {word}": timeline
-            for name, pair in drawn.items()
-            for word, timeline in zip(words, pair, strict=True)
-        },
-        unit="seconds",
-    )
-
-
-def check_plottable(path: Path) -> None:
-    """Fail before the measurement rather than after it."""
-    if path.suffix.lower() not in plot.FORMATS:
-        raise UserError(f"--plot {path}: end the file name in one of {', '.join(plot.FORMATS)}.")
 
 
 def measure_timeline(
@@ -80,11 +54,7 @@ def measure_timeline(
 
 def trace_rank(world: World, name: str, work: Work) -> tuple[list[Span], int | None]:
     """One rank: warm up, then the spans of the next groups, numbered from 0."""
-    run = (
-        EngineRun(work, world.rank)
-        if name == ENGINE
-        else RivalRun(RIVALS[name], work, world.rank, traced=True)
-    )
+    run = build_run(name, work, world.rank, traced=True)
     for _ in range(WARM_UP_UPDATES):
         run.step()
     run.drain()

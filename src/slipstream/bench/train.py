@@ -1,8 +1,7 @@
 """Training speed on one device: our trainer with delay and without it, beside transformers' Llama.
 
 Contenders train the same shapes on the same synthetic tokens, one after the other, each in a process of its own,
-so that none inherits another's memory or compiled code. What one process does is in `train_ours.py` and
-`train_transformers.py`; this file starts them and compares. A contender that fails is listed with its error.
+so that none inherits another's memory or compiled code (`train_contenders.py`). One that fails is listed so.
 
     tokens/s = timed updates x tokens per update / seconds between two moments when the device had nothing to do
     MFU      = tokens/s x training FLOPs per token (`models.sizes`) / peak of the device, one formula for all
@@ -14,20 +13,21 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from slipstream.bench.checks import check_device, make_room
-from slipstream.bench.train_setting import Setting
+from slipstream.bench.train_contenders import Setting, config_of
 from slipstream.data.shards import token_dtype, write_shard
 from slipstream.errors import UserError
 from slipstream.metrics.throughput import peak_flops
-from slipstream.models.attention import attention_kernel
 from slipstream.models.sizes import PRESETS, flops_per_token
 
 CONTENDERS = {
@@ -84,12 +84,8 @@ def check(setting: Setting, contenders: Sequence[str]) -> None:
         raise UserError(f"There is no model preset '{setting.model}'. Presets: {', '.join(PRESETS)}.")
     unknown = [name for name in contenders if name not in CONTENDERS]
     if unknown or not contenders:
-        what = (
-            f"No contender is called {' or '.join(map(repr, unknown))}"
-            if unknown
-            else "No contender is named"
-        )
-        raise UserError(f"{what}. Set --contenders to some of {','.join(CONTENDERS)}.")
+        what = f"is called {' or '.join(map(repr, unknown))}" if unknown else "is named"
+        raise UserError(f"No contender {what}. Set --contenders to some of {','.join(CONTENDERS)}.")
     check_device(setting.device)
     for option in ("microbatches", "rows", "steps", "warmup"):
         if getattr(setting, option) < 1:
@@ -103,8 +99,6 @@ def check(setting: Setting, contenders: Sequence[str]) -> None:
         )
     if len(set(contenders)) < len(contenders):
         raise UserError(f"--contenders {','.join(contenders)}: name each of them once.")
-    from slipstream.bench.train_ours import config_of
-
     config_of(setting, Path("data"), Path("run"), delayed=True)  # refuses what no contender could run with
     if PRESETS[setting.model].experts and any(name.startswith("hf_") for name in contenders):
         raise UserError("The transformers contenders are dense. Set --contenders ours,ours_sync.")
@@ -126,11 +120,10 @@ def _in_a_process(
     contender: str, setting: Setting, data: Path, folder: Path, timeout_seconds: float
 ) -> dict[str, Any]:
     folder.mkdir()
-    answer = folder / "answer.json"
-    task = {"contender": contender, "setting": asdict(setting), "data": str(data), "folder": str(folder)}
+    task = json.dumps([contender, asdict(setting), str(data), str(folder)])
     try:
         ended = subprocess.run(
-            [sys.executable, "-m", "slipstream.bench.train", json.dumps(task | {"answer": str(answer)})],
+            [sys.executable, "-m", "slipstream.bench.train_contenders", task],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -139,33 +132,11 @@ def _in_a_process(
         )
     except subprocess.TimeoutExpired:
         return {"error": f"not done after {timeout_seconds:g} s"}
+    answer = folder / "answer.json"
     if not answer.exists():
         lines = ended.stderr.strip().splitlines()
         return {"error": lines[-1] if lines else f"exit code {ended.returncode}"}
     return json.loads(answer.read_text())
-
-
-def _perform(task: dict[str, Any]) -> dict[str, Any]:
-    """In the process of its own: one contender."""
-    from slipstream.bench import train_ours, train_transformers
-
-    setting = Setting(**task["setting"] | {"overrides": tuple(task["setting"]["overrides"])})
-    data, folder, contender = Path(task["data"]), Path(task["folder"]), task["contender"]
-    try:
-        if contender.startswith("ours"):
-            found = train_ours.measure(setting, data, folder, delayed=contender == "ours")
-        else:
-            # The rival gets the attention kernel that our trainer is given.
-            config = train_ours.config_of(setting, data, folder, delayed=True)
-            with attention_kernel(config.train.attention):
-                found = train_transformers.measure(
-                    setting, data, compiled=contender != "hf_eager", narrow=contender == "hf_bf16"
-                )
-    except UserError as error:
-        return {"error": str(error)}
-    except torch.OutOfMemoryError as error:
-        return {"error": f"out of memory with {setting.rows} rows: {str(error).splitlines()[0]}"}
-    return asdict(found)
 
 
 def _in_words(row: dict[str, Any]) -> str:
@@ -175,16 +146,38 @@ def _in_words(row: dict[str, Any]) -> str:
     return f"{row['tokens_per_second']:,.0f} tokens/s{mfu}"
 
 
-def _ratios(rows: dict[str, dict[str, Any]]) -> dict[str, float | None]:
+def _ratios(rows: Mapping[str, dict[str, Any]]) -> dict[str, float | None]:
     """The speed of ours over that of each other."""
-
-    def over(other: str) -> float | None:
-        ours, theirs = (rows.get(name, {}).get("tokens_per_second") for name in ("ours", other))
-        return ours / theirs if ours and theirs else None
-
-    return {f"ours_over_{name}": over(name) for name in CONTENDERS if name != "ours"}
+    speeds = {name: row.get("tokens_per_second") for name, row in rows.items()}
+    ours = speeds.pop("ours", None)
+    others = {name: speeds.get(name) for name in CONTENDERS if name != "ours"}
+    return {f"ours_over_{name}": ours / speed if ours and speed else None for name, speed in others.items()}
 
 
-if __name__ == "__main__":
-    _task = json.loads(sys.argv[1])
-    Path(_task["answer"]).write_text(json.dumps(_perform(_task)))
+def print_table(console: Console, result: Mapping[str, Any]) -> None:
+    title = (
+        f"{result['model']}, sequence {result['sequence']}, {result['microbatches']} x {result['rows']} sequences "
+        f"per update, {result['device_name']}, torch {result['torch']}"
+    )
+    table = Table("trainer", "tokens/s", "MFU", "ms per update", "peak GiB", "set-up s", title=title)
+    for name, row in result["contenders"].items():
+        if "error" in row:
+            table.add_row(CONTENDERS[name], "failed", "", "", "", "")
+            continue
+        table.add_row(
+            CONTENDERS[name],
+            f"{row['tokens_per_second']:,.0f}",
+            "" if row["mfu"] is None else f"{row['mfu']:.1%}",
+            f"{row['step_seconds'] * 1e3:.1f}",
+            f"{row['peak_memory_bytes'] / 2**30:.1f}",
+            f"{row['setup_seconds']:.0f}",
+        )
+    console.print(table)
+    for name, row in result["contenders"].items():
+        if "error" in row:
+            console.print(f"{CONTENDERS[name]} failed: {row['error']}", markup=False)
+        elif row["rows"] != result["rows"]:
+            console.print(f"{CONTENDERS[name]}: microbatches of {row['rows']}, larger ones did not fit")
+    for name in CONTENDERS:
+        if ratio := result.get(f"ours_over_{name}"):
+            console.print(f"{ratio:.3f} times as fast as {CONTENDERS[name]}")

@@ -1,9 +1,10 @@
 """The work every contender does: the same model, microbatches, loss and optimizer, whatever the schedule.
 
-`compute` is real: transformer blocks (causal attention and MLP), four to a stage. `sleep` only waits: its
-forward and backward hold a stage for a set time and leave the core free, so eight stages fit on two cores and
-what is measured is the scheduler alone. `empty` does almost nothing with messages as large as `compute`'s: what is
-left is the runtime. `language` is a real model (`language.py`), on the CPU or on a GPU.
+    compute    transformer blocks, four to a stage
+    sleep      waits for a set time and leaves the core free: any P on two cores, the scheduler alone is measured
+    empty      almost nothing, with messages as large as `compute`'s: what is left is the runtime
+    language   a real model (`language.py`), on the CPU or on a GPU
+
 Invariant: block i is the same for every contender and every split (its weights come from its index), so a contender
 that cuts a stage in two does the same total work.
 """
@@ -24,7 +25,7 @@ from slipstream.bench import language
 from slipstream.distributed.world import device_for
 from slipstream.errors import UserError
 from slipstream.models.loss import TokenLoss
-from slipstream.models.sizes import ModelConfig
+from slipstream.models.sizes import ModelConfig, head_cost, layer_cost, preset
 from slipstream.optim.corrections import build_correction
 from slipstream.schedule.asynchronous import warm_up_2bw
 from slipstream.schedule.cutover import default_cutover
@@ -73,6 +74,10 @@ class Work:
             raise UserError(
                 f"--link-latency-ms {self.link_latency_seconds * 1e3:g} must not be negative, nor endless."
             )
+        if self.batch < 1 or self.tokens < 1:
+            raise UserError(f"--rows {self.batch} and --sequence {self.tokens} must be at least 1.")
+        if self.compile and self.kind != "language":
+            raise UserError("--compile compiles a model's layers. Add --work language.")
         warm_up_2bw(self.stages, self.microbatches, self.in_flight)  # refuses what our schedule cannot keep
         if self.cutover is not None and not 0 <= self.cutover <= self.microbatches:
             raise UserError(
@@ -87,21 +92,12 @@ class Work:
         return chosen == self.microbatches
 
     @property
-    def blocks(self) -> int:
-        return self.stages * self.blocks_per_stage
-
-    @property
     def model(self) -> ModelConfig:
-        return language.model_of(self.preset)
+        return preset(self.preset, tied=False)
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.device == "cuda" else torch.float32
-
-    @property
-    def rows(self) -> int:
-        """Of one group."""
-        return self.microbatches * self.batch
 
     def device_of(self, rank: int) -> torch.device:
         return device_for(rank) if self.device == "cuda" else CPU
@@ -110,33 +106,52 @@ class Work:
         """The layers of each part of a language model."""
         head = self.head_layers
         if head is None:
-            head = language.head_layers_by_flops(self.model, self.tokens)
+            head = head_cost(self.model).forward_flops / layer_cost(self.model, self.tokens).forward_flops
         return language.cut(self.model.layers, owners, head)
 
+    def module(
+        self, part: int, parts: int, owners: Sequence[int] | None = None, device: torch.device = CPU
+    ) -> nn.Module:
+        """Part number `part` of the model cut into `parts`; `owners`: the rank of each part, by default one each."""
+        if self.kind == "language":
+            layers = self.layers(owners or range(parts))[part]
+            first, last = part == 0, part == parts - 1
+            return language.build_part(
+                self.model, layers, first=first, last=last, device=device, dtype=self.dtype
+            )
+        size = self.stages * self.blocks_per_stage // parts
+        indices = range(part * size, (part + 1) * size)
+        if self.kind == "sleep":
+            share = size / self.blocks_per_stage
+            return SleepStage(indices, self.dim, self.forward_seconds * share, self.backward_seconds * share)
+        if self.kind == "empty":
+            return EmptyStage(indices, self.dim).to(device, self.dtype)
+        return ComputeStage(indices, self.dim, self.heads).to(device, self.dtype)
 
-def build_module(
-    work: Work, part: int, parts: int, owners: Sequence[int] | None = None, device: torch.device = CPU
-) -> nn.Module:
-    """Part number `part` of the model cut into `parts`; `owners`: the rank of each part, by default one each."""
-    if work.kind == "language":
-        layers = work.layers(owners or range(parts))[part]
-        first, last = part == 0, part == parts - 1
-        return language.build_part(
-            work.model, layers, first=first, last=last, device=device, dtype=work.dtype
-        )
-    size = work.blocks // parts
-    indices = range(part * size, (part + 1) * size)
-    if work.kind == "sleep":
-        share = size / work.blocks_per_stage
-        return SleepStage(indices, work.dim, work.forward_seconds * share, work.backward_seconds * share)
-    if work.kind == "empty":
-        return EmptyStage(indices, work.dim).to(device, work.dtype)
-    return ComputeStage(indices, work.dim, work.heads).to(device, work.dtype)
+    def prepare(self, module: nn.Module) -> None:
+        """What is done to every copy of a module that computes."""
+        if self.compile:
+            language.compile_layers(module)
 
+    def loss(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return torch.compile(loss_fn) if self.compile else loss_fn
 
-def prepare(work: Work) -> Callable[[nn.Module], None] | None:
-    """What is done to every copy of a module that computes."""
-    return language.compile_layers if work.compile else None
+    def inputs(self, device: torch.device = CPU, first: bool = True) -> Tensor:
+        """The m microbatches of one group, [m * batch, ...]: the model's, or what a later stage would receive."""
+        return self._group(1, first, 1.0, device)
+
+    def targets(self, device: torch.device = CPU, last: bool = True) -> Tensor:
+        """Those of the last stage, or what an earlier one would receive as gradients."""
+        return self._group(2, last, 1e-6, device)
+
+    def _group(self, seed: int, own: bool, scale: float, device: torch.device) -> Tensor:
+        rows = self.microbatches * self.batch
+        if self.kind != "language":
+            shape = (rows, self.dim) if self.kind == "sleep" else (rows, self.tokens, self.dim)
+            return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, self.dtype)
+        if own:
+            return language.tokens(self.model, rows, self.tokens, device, seed)
+        return language.hidden(self.model, rows, self.tokens, device, self.dtype, scale)
 
 
 def build_optimizer(module: nn.Module) -> torch.optim.Optimizer:
@@ -144,39 +159,11 @@ def build_optimizer(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
 
 
-def group_input(work: Work, first: bool = True, device: torch.device = CPU) -> Tensor:
-    """The m microbatches of one group, [m * batch, ...]: the model's input, or what a later stage would receive."""
-    if work.kind == "language":
-        if first:
-            return language.tokens(work.model, work.rows, work.tokens, device, seed=1)
-        return language.hidden(work.model, work.rows, work.tokens, device, work.dtype, scale=1.0)
-    shape = (work.rows, *_microbatch_shape(work))
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, work.dtype)
-
-
-def group_target(work: Work, last: bool = True, device: torch.device = CPU) -> Tensor:
-    """The target of the last stage, or what an earlier stage would receive as gradients."""
-    if work.kind == "language":
-        if last:
-            return language.tokens(work.model, work.rows, work.tokens, device, seed=2)
-        return language.hidden(work.model, work.rows, work.tokens, device, work.dtype, scale=1e-6)
-    shape = (work.rows, *_microbatch_shape(work))
-    return torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device, work.dtype)
-
-
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     """Of hidden states, the squared error; of logits, the cross entropy of the next token."""
     if target.is_floating_point():
         return functional.mse_loss(output, target)
     return TokenLoss()(output, target)
-
-
-def loss_of(work: Work) -> Callable[[Tensor, Tensor], Tensor]:
-    return torch.compile(loss_fn) if work.compile else loss_fn
-
-
-def _microbatch_shape(work: Work) -> tuple[int, ...]:
-    return (work.dim,) if work.kind == "sleep" else (work.tokens, work.dim)
 
 
 class ComputeStage(nn.Module):

@@ -62,7 +62,9 @@ def pipeline(
     """Time per update of torch's synchronous schedules, of ours, and of the bubble-free bound."""
     if context.invoked_subcommand is not None:
         return
-    from slipstream.bench.command import Request, run, run_probe
+    from slipstream.bench import command
+    from slipstream.bench import probe as probing
+    from slipstream.bench.work import Work
 
     if device not in ("cpu", "cuda"):
         raise UserError(f"--device {device}: choose cpu or cuda.")
@@ -71,29 +73,31 @@ def pipeline(
     if partitions is not None and stages not in (None, partitions):
         raise UserError(f"--stages {stages} on --partitions {partitions}: a stage has a partition. Drop one.")
     if probe:
-        run_probe(4 if partitions is None else partitions, as_json, out)
+        probing.run(4 if partitions is None else partitions, as_json, out)
         return
     count = (partitions or 2) if stages is None else stages
-    run(
-        Request(
-            stages=count,
-            microbatches=[count, 2 * count, 4 * count] if microbatches is None else _counts(microbatches),
-            kind=work or ("language" if device == "cuda" else "compute"),
-            device=device,
-            partitions=partitions,
-            preset=model,
-            rows=rows,
-            sequence=sequence,
-            compile=compiled,
-            clip=clip,
-            correction=correction,
-            in_flight=in_flight,
-            cutover=cutover,
-            link_latency_seconds=link_latency_ms / 1e3,
-            rivals=rivals,
-            rounds=rounds,
-            updates=updates,
-        ),
+    counts = [count, 2 * count, 4 * count] if microbatches is None else _counts(microbatches)
+    kind = work or ("language" if device == "cuda" else "compute")
+    setting = Work(
+        kind=kind,
+        stages=count,
+        microbatches=max(count, *counts),
+        max_grad_norm=1.0 if clip else None,
+        correction=correction,
+        in_flight=in_flight,
+        cutover=cutover,
+        link_latency_seconds=link_latency_ms / 1e3,
+        device=device,
+        compile=compiled,
+        **({"batch": rows, "tokens": sequence, "preset": model} if kind == "language" else {}),
+    )
+    command.run(
+        setting,
+        counts,
+        partitions=partitions,
+        rivals=rivals,
+        rounds=rounds,
+        updates=updates,
         plot=plot,
         out=out,
         as_json=as_json,
@@ -141,9 +145,8 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Tokens/s and MFU of the whole trainer on one device, with delay and without, beside transformers."""
-    from slipstream.bench.train import run
-    from slipstream.bench.train_report import print_table
-    from slipstream.bench.train_setting import Setting
+    from slipstream.bench.train import print_table, run
+    from slipstream.bench.train_contenders import Setting
 
     if device not in ("cuda", "cpu"):
         raise UserError(f"--device is cuda or cpu, not '{device}'.")

@@ -15,7 +15,7 @@ def measure_profile(config: ModelConfig, sequence: int, optimizer: str) -> Profi
     import torch
     from torch.nn import functional
 
-    from slipstream.bench.measure import BASELINE, ENGINE
+    from slipstream.bench.contenders import BASELINE, ENGINE
     from slipstream.bench.profile import measure_runtime
     from slipstream.bench.work import Work
     from slipstream.distributed import RankPool

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,14 +86,8 @@ class Run:
         return passed
 
     def series(self, kind: str, y: str, x: str = "step") -> tuple[list[float], list[float]]:
-        """Two parallel columns of the surviving events of a kind; a row lacking either number is left out."""
-        xs, ys = [], []
-        for event in self.surviving(kind):
-            horizontal, vertical = number(event.get(x)), number(event.get(y))
-            if horizontal is not None and vertical is not None:
-                xs.append(horizontal)
-                ys.append(vertical)
-        return xs, ys
+        """Two parallel columns of the surviving events of a kind."""
+        return columns(self.surviving(kind), y, lambda event: number(event.get(x)))
 
 
 def number(value: object) -> float | None:
@@ -101,6 +95,18 @@ def number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         return None
     return float(value)
+
+
+def columns(
+    rows: Iterable[Event], y: str, x: Callable[[Event], float | None] = lambda row: row["step"]
+) -> tuple[list[float], list[float]]:
+    """Two parallel columns of rows; one lacking either number is left out."""
+    found = [
+        (at, value)
+        for row in rows
+        if (value := number(row.get(y))) is not None and (at := x(row)) is not None
+    ]
+    return [at for at, _ in found], [value for _, value in found]
 
 
 def parse_lines(lines: Iterable[str]) -> tuple[list[Event], int]:
@@ -132,9 +138,10 @@ def read_run(path: str | Path) -> Run:
         )
     events_file, config_file = folder / EVENTS_FILE, folder / "config.toml"
     if not events_file.exists() and not config_file.exists():
+        inside = sorted(child.parent.name for child in folder.glob(f"*/{EVENTS_FILE}"))
+        hint = f" Did you mean one of the runs inside it: {', '.join(inside[:5])}?" if inside else ""
         raise UserError(
-            f"{folder} is not a run folder: it holds neither {EVENTS_FILE} nor config.toml."
-            f"{_runs_inside(folder)}"
+            f"{folder} is not a run folder: it holds neither {EVENTS_FILE} nor config.toml.{hint}"
         )
     events, unreadable = [], 0
     if events_file.exists():
@@ -150,11 +157,6 @@ def _environment(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _runs_inside(folder: Path) -> str:
-    inside = sorted(child.parent.name for child in folder.glob(f"*/{EVENTS_FILE}"))
-    return f" Did you mean one of the runs inside it: {', '.join(inside[:5])}?" if inside else ""
 
 
 class Follower:

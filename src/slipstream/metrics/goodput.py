@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from slipstream.metrics.events import Event, number, read_run
@@ -36,31 +36,27 @@ class Faults:
     checkpoint_every: float  # between two checkpoints; half of it is lost, on average
     restart: float  # from the fault, or the request to grow, to the first update after it
     away: float = 0.0  # how long a rank that was lost stays away
-    notice: float = 0.0  # from the fault to the moment somebody knows of it
 
 
 def goodput(faults: Faults, share: float | None = None) -> float:
     """Useful time over all time; `share`: of the speed that an elastic run keeps meanwhile, None for one that waits."""
     if faults.every <= 0:
         raise ValueError(f"faults come every {faults.every} s: more than 0 is needed")
-    lost = faults.notice + min(faults.checkpoint_every, faults.every) / 2 + faults.restart
+    lost = min(faults.checkpoint_every, faults.every) / 2 + faults.restart
     if share is None:
         lost += faults.away
     else:
-        # The restart that lets the rank in again saves first: it takes nothing back.
-        lost += (1 - share) * max(0.0, faults.away - faults.restart) + (
+        lost += (1 - share) * max(0.0, faults.away - faults.restart)
+        lost += (
             faults.restart if faults.away else 0.0
-        )
+        )  # to let the rank in again: it saves first, nothing is lost
     return max(0.0, 1.0 - lost / faults.every)
 
 
 def table(faults: Faults, minutes: tuple[float, ...], stages: int) -> list[tuple[float, float, float]]:
     """(minutes between faults, goodput of a run that waits, of an elastic one) for equal stages."""
-    rows = []
-    for each in minutes:
-        now = Faults(60 * each, faults.checkpoint_every, faults.restart, faults.away, faults.notice)
-        rows.append((each, goodput(now), goodput(now, (stages - 1) / stages)))
-    return rows
+    each = [replace(faults, every=60 * minute) for minute in minutes]
+    return [(now.every / 60, goodput(now), goodput(now, (stages - 1) / stages)) for now in each]
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def _cut_events(folder: Path, step: int, again: Sequence[str]) -> Cut:
         return Cut(0, None)
     kept = []
     newest, until = step, None
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in _lines(folder):
         try:
             event = parse_json(line)
         except ValueError:
@@ -149,24 +149,23 @@ def _cut_events(folder: Path, step: int, again: Sequence[str]) -> Cut:
 
 def finished_at(folder: Path) -> int | None:
     """The step at which the run in this folder ended, as its log says."""
-    path = folder / EVENTS_FILE
     found = None
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith('{"event": "finish"'):
-                with contextlib.suppress(ValueError):
-                    found = parse_json(line).get("step", found)
+    for line in _lines(folder):
+        if line.startswith('{"event": "finish"'):
+            with contextlib.suppress(ValueError):
+                found = parse_json(line).get("step", found)
     return found
 
 
 def has_event(folder: Path, event: str, step: int) -> bool:
     """Whether such an event is on record (a kill may fall between a commit and its line)."""
-    path = folder / EVENTS_FILE
-    if not path.exists():
-        return False
     start = f'{{"event": "{event}", "step": {step},'
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return any(line.startswith(start) for line in lines)
+    return any(line.startswith(start) for line in _lines(folder))
+
+
+def _lines(folder: Path) -> list[str]:
+    path = folder / EVENTS_FILE
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
 
 
 def _finite(value: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 from slipstream.formats import parse_toml
 from slipstream.metrics import goodput
 from slipstream.metrics.events import Event, Run, number, read_run
+from slipstream.metrics.events import columns as columns_of
 from slipstream.metrics.report_columns import Columns, duration, labels, numbers, shape, si
 from slipstream.metrics.report_page import Chart, Part, Section, Series, Table, Text, Tiles, page
 from slipstream.metrics.report_timeline import delays, lanes
@@ -54,14 +55,17 @@ def sections(runs: Sequence[Run]) -> list[Section]:
         Columns(run, name, len(runs) == 1, index)
         for index, (run, name) in enumerate(zip(runs, names, strict=True))
     ]
+    in_use = [curve for column in columns for curve in column.stage_curves("memory_bytes", 1 / 2**20)]
+    memory = Chart("Memory per stage", in_use, y_label="MiB", from_zero=True)
     return [
         Section(
-            "Summary", [_tiles(columns[0]) if len(runs) == 1 else _summary(columns), *_complaints(columns)]
+            "Summary",
+            [Tiles(headline(columns[0])) if len(runs) == 1 else _summary(columns), *_complaints(columns)],
         ),
         Section("Loss", _loss(columns)),
         Section("Speed", _speed(columns)),
         Section("Gradients", _gradients(columns)),
-        Section("Memory", _memory(columns)),
+        Section("Memory", [chart for chart in (memory,) if chart.series]),
         Section("Timeline", _timelines(columns)),
         Section("Restarts", [part for column in columns for part in _restarts(column)]),
         Section("Samples", [part for column in columns for part in _samples(column)]),
@@ -82,9 +86,7 @@ def headline(column: Columns) -> list[tuple[str, str, str]]:
     run, steps = column.run, column.steps
     last = steps[-1] if steps else {}
     finish = run.last("finish")
-    final = number(finish.get("validation_loss"))
-    if final is None:
-        final = number((column.validation or [{}])[-1].get("loss"))
+    final = _first_number(finish.get("validation_loss"), *(row.get("loss") for row in column.validation[-1:]))
     loss = number(last.get("loss"))
     busy = [
         statistics.fmean(values) for row in steps[len(steps) // 2 :] if (values := numbers(row.get("busy")))
@@ -117,17 +119,13 @@ def headline(column: Columns) -> list[tuple[str, str, str]]:
     ]
 
 
-def _against(finish: Event) -> str:
-    baseline = number(finish.get("unigram_entropy"))
-    return "at the newest weights" if baseline is None else f"guessing by frequency: {baseline:.4f}"
-
-
 def _first_number(*values: object) -> float | None:
     return next((found for value in values if (found := number(value)) is not None), None)
 
 
-def _tiles(column: Columns) -> Part:
-    return Tiles(headline(column))
+def _against(finish: Event) -> str:
+    baseline = number(finish.get("unigram_entropy"))
+    return "at the newest weights" if baseline is None else f"guessing by frequency: {baseline:.4f}"
 
 
 def _summary(columns: Sequence[Columns]) -> Part:
@@ -176,12 +174,7 @@ def _loss(columns: Sequence[Columns]) -> list[Part]:
     for column in columns:
         colour = 1 if column.alone else column.colour
         for target, place in ((clocked, column.seconds_at), (fed, lambda row: number(row.get("tokens")))):
-            points = [
-                (at, value)
-                for row in column.validation
-                if (at := place(row)) is not None and (value := number(row.get("loss"))) is not None
-            ]
-            target.append(Series(column.name, [x for x, _ in points], [y for _, y in points], colour=colour))
+            target.append(Series(column.name, *columns_of(column.validation, "loss", place), colour=colour))
     if any(len(curve.x) > 1 for curve in clocked):
         parts.append(Chart("Validation loss by wall clock", clocked, x_label="seconds", y_label="loss"))
     if len(columns) > 1 and any(len(curve.x) > 1 for curve in fed):
@@ -218,28 +211,13 @@ def _gradients(columns: Sequence[Columns]) -> list[Part]:
             curves.append(Series(name, lost[:2000], [floor] * min(len(lost), 2000), markers=True, colour=4))
     if not any(curve.x for curve in curves):
         return []
-    note = (
+    told = (
         f"{skipped} groups had a non-finite gradient and were skipped."
         if skipped
         else "No group was skipped."
     )
-    return [
-        Chart(
-            "Global gradient norm, before clipping",
-            curves,
-            y_label="norm",
-            log_y=True,
-            note=note,
-            smooth=True,
-        )
-    ]
-
-
-def _memory(columns: Sequence[Columns]) -> list[Part]:
-    curves = [curve for column in columns for curve in column.stage_curves("memory_bytes", 1 / 2**20)]
-    if not curves:
-        return []
-    return [Chart("Memory per stage", curves, y_label="MiB", from_zero=True)]
+    title = "Global gradient norm, before clipping"
+    return [Chart(title, curves, y_label="norm", log_y=True, note=told, smooth=True)]
 
 
 def _timelines(columns: Sequence[Columns]) -> list[Part]:
@@ -301,11 +279,8 @@ def _differences(columns: Sequence[Columns]) -> list[Part]:
         for key in keys
         if len({settings.get(key) for settings in flat}) > 1
     ]
-    return (
-        [Table(["setting", *(column.name for column in columns)], rows, title="Where the runs differ")]
-        if rows
-        else []
-    )
+    header = ["setting", *(column.name for column in columns)]
+    return [Table(header, rows, title="Where the runs differ")] if rows else []
 
 
 def _settings(column: Columns) -> list[Part]:

@@ -1,6 +1,4 @@
-"""A run's rows as named, coloured curves, and figures in words: what report sections and the live view
-share.
-"""
+"""A run's rows as named, coloured curves, and figures in words: what report sections and the live view share."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.metrics.events import Event, Run, number
+from slipstream.metrics.events import Event, Run, columns, number
 from slipstream.metrics.report_page import Series
 
 STAGE_CURVES = 8  # beyond this many stages a curve per stage is unreadable: a band instead
@@ -40,9 +38,9 @@ class Columns:
     def curve(
         self, rows: Sequence[Event], key: str, name: str, *, scale: float = 1.0, **style: Any
     ) -> Series:
-        points = [(row["step"], value * scale) for row in rows if (value := number(row.get(key))) is not None]
+        xs, ys = columns(rows, key)
         style.setdefault("colour", None if self.alone else self.colour)
-        return Series(self.label(name), [x for x, _ in points], [y for _, y in points], **style)
+        return Series(self.label(name), xs, [y * scale for y in ys], **style)
 
     def label(self, name: str) -> str:
         return name if self.alone else f"{self.name}: {name}"
@@ -59,11 +57,14 @@ class Columns:
         if not table:
             return []
         if self.alone and count <= STAGE_CURVES:
-            curves = []
-            for stage in range(count):
-                points = [(step, value) for step, row in table if (value := row[stage]) is not None]
-                curves.append(Series(f"stage {stage}", [x for x, _ in points], [y for _, y in points]))
-            return curves
+            by_stage = [
+                {step: value for step, row in table if (value := row[stage]) is not None}
+                for stage in range(count)
+            ]
+            return [
+                Series(f"stage {stage}", list(known), list(known.values()))
+                for stage, known in enumerate(by_stage)
+            ]
         xs, known = [step for step, _ in table], [[v for v in row if v is not None] for _, row in table]
         mean = [statistics.fmean(row) for row in known]
         band = ([min(row) for row in known], [max(row) for row in known])
@@ -98,13 +99,9 @@ def duration(seconds: float | None) -> str:
         return "–"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours} h {minutes:02d} min"
-        if hours
-        else f"{minutes} min {rest:02d} s"
-        if minutes
-        else f"{seconds:.1f} s"
-    )
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
 
 
 def shape(start: Event) -> str:

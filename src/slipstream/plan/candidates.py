@@ -163,7 +163,7 @@ class Fitter:
             optimizer=job.optimizer,
             correction=job.correction.split("+")[0],
             precision=job.precision,
-            shards=shape.data_ranks if shape.shard_optimizer else 1,
+            shards=shape.shards,
             waiting=shape.stages * shape.data_ranks > 1,
             fresh=shape.asynchronous
             and default_cutover(shape.stages, shape.microbatches) < shape.microbatches,
@@ -229,7 +229,6 @@ class Fitter:
         key = (shape.schedule, shape.stages, microbatches, shape.in_flight)
         if key not in self._held_together:
             groups = 2 if shape.asynchronous else 1
-            options = {"in_flight": shape.in_flight} if shape.in_flight else {}
-            schedule = build(shape.schedule, shape.stages, microbatches, groups, **options)
+            schedule = build(shape.schedule, shape.stages, microbatches, groups, in_flight=shape.in_flight)
             self._held_together[key] = held_together(schedule)
         return self._held_together[key]

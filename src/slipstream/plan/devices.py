@@ -7,12 +7,11 @@ devices joined by the fast link; each device has its own share of the node's net
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from sys import float_info
 
-from slipstream.errors import UserError
+from slipstream.errors import UserError, did_you_mean
 from slipstream.formats import parse_toml
 
 GIB = 2**30
@@ -133,10 +132,8 @@ def find_device(name: str, **changes: float | int | None) -> Device:
     elif name.endswith(".toml"):
         device = _from_file(Path(name))
     else:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
         raise UserError(
-            f"There is no device preset '{name}'.{hint} Presets: {', '.join(PRESETS)}; "
+            f"There is no device preset '{name}'.{did_you_mean(name, PRESETS)} Presets: {', '.join(PRESETS)}; "
             "or give a .toml file with name, peak_flops and memory_bytes."
         )
     given = {key: value for key, value in changes.items() if value is not None}
@@ -153,8 +150,7 @@ def _from_file(path: Path) -> Device:
     known = {field.name for field in fields(Device)} - {"engine", "torch_engine"}  # only a profile has these
     for key in table:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else ""
+            hint = did_you_mean(key, known)
             raise UserError(f"{path}: a device has no '{key}'.{hint} Keys: {', '.join(sorted(known))}.")
     if "peak_flops" not in table:
         raise UserError(f"{path}: peak_flops is missing (dense 16-bit operations per second).")

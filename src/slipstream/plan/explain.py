@@ -49,7 +49,7 @@ def explain(plan: Plan) -> list[str]:
     lines = [_verdict(plan)]
     spent = losses(best)
     shares = {name: value / best.speed.seconds for name, value in spent.items() if name != "ideal"}
-    worst = max(shares, key=lambda name: shares[name])
+    worst = max(shares, key=shares.__getitem__)
     listed = ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share >= 0.0005)
     lines.append(
         f"Of each update of {best.speed.seconds:.3f} s the best layout loses: {listed or 'nothing'}."
@@ -117,9 +117,7 @@ def _verdict(plan: Plan) -> str:
         f"({synchronous.shape.schedule}), net {net:.3f}x after the token penalty of {asynchronous.penalty:.4g}"
         f"{_old_part(asynchronous)}"
     )
-    if net > 1.0:
-        return f"Asynchrony pays: {compared}."
-    return f"Asynchrony does not pay here: {compared}."
+    return f"Asynchrony {'pays' if net > 1.0 else 'does not pay here'}: {compared}."
 
 
 def _old_part(layout: Layout) -> str:
@@ -152,12 +150,11 @@ def _break_even(plan: Plan, asynchronous: Layout, synchronous: Layout) -> str:
     batch = break_even_batch(asynchronous, synchronous, plan.job.batch_tokens)
     pays = asynchronous.score > synchronous.score
     if batch is None:
-        return (
-            f"{text} With this penalty and these layouts it pays at {'every' if pays else 'no'} batch size."
-        )
-    below = pays == (batch > plan.job.batch_tokens)
-    turn = "stops paying at" if below else "pays only above"
-    return f"{text} With this penalty and these layouts it {turn} about {count(batch)} tokens a batch."
+        where = f"pays at {'every' if pays else 'no'} batch size"
+    else:
+        turn = "stops paying at" if pays == (batch > plan.job.batch_tokens) else "pays only above"
+        where = f"{turn} about {count(batch)} tokens a batch"
+    return f"{text} With this penalty and these layouts it {where}."
 
 
 def break_even_batch(asynchronous: Layout, synchronous: Layout, batch_tokens: float) -> float | None:
@@ -180,9 +177,7 @@ def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
     shape, job = layout.shape, plan.job
     if not runs(job, shape):
         return None
-    half = (
-        "bfloat16" if shape.asynchronous else "bfloat16_autocast"
-    )  # without banks the weights stay in float32
+    half = "bfloat16" if shape.asynchronous else "bfloat16_autocast"  # without banks weights stay in float32
     correction, _, start = job.correction.partition("+")
     chosen: dict[str, dict[str, Any]] = {
         "model": {"preset": model_name} if model_name in PRESETS else _shape(job.config),
@@ -193,27 +188,24 @@ def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
             "data_ranks": shape.data_ranks,
             "microbatches": shape.microbatches,
             "microbatch_size": shape.microbatch_size * shape.data_ranks,
+            "cutover": shape.cutover,
+            "boundaries": [layers.start for layers in layout.cut[1:]] or None,
+            "in_flight": shape.in_flight,
+            "shard_optimizer": shape.shard_optimizer or None,
         },
-        "optim": {"name": job.optimizer},
-        "train": {"dtype": half if job.precision.bank == 2 else "float32"},
+        "optim": {
+            "name": job.optimizer,
+            "correction": correction if shape.asynchronous else None,
+            "sync_start": SYNC_START if shape.asynchronous and start else None,
+        },
+        "train": {
+            "dtype": half if job.precision.bank == 2 else "float32",
+            "activation_checkpointing": shape.checkpointing or None,
+        },
     }
-    if shape.asynchronous:
-        chosen["optim"]["correction"] = correction
-        if shape.cutover is not None:
-            chosen["pipeline"]["cutover"] = shape.cutover
-        if start:
-            chosen["optim"]["sync_start"] = SYNC_START
-    if shape.stages > 1:
-        chosen["pipeline"]["boundaries"] = [layers.start for layers in layout.cut[1:]]
-    if shape.in_flight:
-        chosen["pipeline"]["in_flight"] = shape.in_flight
-    if shape.shard_optimizer:
-        chosen["pipeline"]["shard_optimizer"] = True
-    if shape.checkpointing:
-        chosen["train"]["activation_checkpointing"] = True
     sections = []
     for section, values in chosen.items():
-        lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+        lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
         sections.append("\n".join([f"[{section}]", *lines]))
     return "\n\n".join(sections) + "\n"
 
@@ -221,7 +213,7 @@ def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
 def _shape(config: ModelConfig) -> dict[str, Any]:
     """A model without a preset, key by key."""
     left_out = ("init_std", "document_mask", "end_of_document")
-    return {key: value for key, value in asdict(config).items() if key not in left_out and value is not None}
+    return {key: value for key, value in asdict(config).items() if key not in left_out}
 
 
 def to_json(plan: Plan, model_name: str) -> dict[str, Any]:

@@ -16,11 +16,10 @@ counted by `schedule.occupancy`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from slipstream.errors import UserError
+from slipstream.errors import UserError, did_you_mean
 from slipstream.schedule.actions import Kind, Schedule
 
 
@@ -60,12 +59,9 @@ EXTRAPOLATES = ("error_feedback", "momentum_prediction")  # z_g must outlive the
 
 def state_bytes(optimizer: str) -> tuple[float, float]:
     if optimizer not in STATE_BYTES:
-        near = difflib.get_close_matches(optimizer, STATE_BYTES, n=1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
-        raise UserError(
-            f"The planner does not know the optimizer '{optimizer}'.{hint} "
-            f"It knows: {', '.join(STATE_BYTES)}."
-        )
+        hint = did_you_mean(optimizer, STATE_BYTES)
+        known = ", ".join(STATE_BYTES)
+        raise UserError(f"The planner does not know the optimizer '{optimizer}'.{hint} It knows: {known}.")
     return STATE_BYTES[optimizer]
 
 

@@ -151,9 +151,8 @@ def find_penalty(
             f"The penalty table has no entry for {optimizer} with correction {correction}. It has: "
             f"{'; '.join(known)}. Choose one of these, or give your own table with --penalty FILE."
         )
-    return min(
-        mine,
-        key=lambda entry: (
-            abs(log(entry.batch_tokens / batch_tokens)) + abs(log(entry.parameters / parameters))
-        ),
-    )
+
+    def distance(entry: Penalty) -> float:
+        return abs(log(entry.batch_tokens / batch_tokens)) + abs(log(entry.parameters / parameters))
+
+    return min(mine, key=distance)

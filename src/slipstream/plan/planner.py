@@ -83,10 +83,8 @@ def _layout(
     times: StageTimes,
     penalty: Penalty | None,
 ) -> Layout:
-    mixes = (
-        "delay_compensation" not in job.correction
-    )  # it needs all of a group's gradients taken at one bank
-    shape = with_cutover(times, shape) if mixes else shape
+    if "delay_compensation" not in job.correction:  # it needs all of a group's gradients taken at one bank
+        shape = with_cutover(times, shape)
     speed = simulated(times, shape, job.cluster.jitter)
     rate = job.batch_tokens / speed.seconds
     peak = job.cluster.devices * job.cluster.device.peak_flops
@@ -112,8 +110,7 @@ def nothing_works(job: Job) -> str:
     if forced:
         words = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in forced.items())
         why = _law(job) or f"With {words}, no layout of {job.cluster.devices} devices works"
-        nearest = _nearest(job, forced)
-        return f"{why}. {nearest}"
+        return f"{why}. {_nearest(job, forced)}"
     fitter = Fitter(job)
     needs = [
         (max(rank.total for rank in fitter.memory(shape, cut)), shape)

@@ -17,7 +17,7 @@ from slipstream.schedule.simulate import simulate
 
 MOST_DRAWN_STAGES = 16
 NAMES = {"pipedream_2bw": "2bw", "interleaved_1f1b": "interleaved"}  # short forms that `--schedule` takes too
-HEADER = (
+HEADER = [
     "#",
     "schedule",
     "PxD",
@@ -30,7 +30,7 @@ HEADER = (
     "idle%",
     "delay",
     "time",
-)
+]
 LEGEND = (
     "net: time to loss of the best synchronous layout over this one's. size: sequences per microbatch and "
     "device (pipeline.microbatch_size is D times that). ckpt: activation checkpointing. shard: optimizer "
@@ -148,8 +148,7 @@ def draw(layout: Layout, console: Console) -> None:
     if shape.schedule == "interleaved_1f1b":
         microbatches -= microbatches % shape.stages
     in_flight = min(shape.in_flight, microbatches + 1) if shape.in_flight else None
-    options = {"in_flight": in_flight} if in_flight else {}
-    schedule = build(shape.schedule, shape.stages, microbatches, 2, **options)
+    schedule = build(shape.schedule, shape.stages, microbatches, 2, in_flight=in_flight)
     title = f"{shape.schedule}, P={shape.stages}"
     if microbatches < shape.microbatches:
         title += f", drawn with {microbatches} of {shape.microbatches} microbatches"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, log2
+from math import ceil, inf, log2
 
 from slipstream.plan.devices import FREE, Device, Runtime
 from slipstream.plan.memory import Precision
@@ -56,9 +56,7 @@ def place(device: Device, stages: int, data_ranks: int, pipeline_inside: bool) -
     return Network(
         link_latency=tuple(device.intra_latency if near else device.inter_latency for near in inside),
         link_bandwidth=device.intra_bandwidth if all(inside) else device.inter_bandwidth,
-        data_bandwidth=min(device.intra_bandwidth, beside * device.inter_bandwidth)
-        if crosses
-        else device.intra_bandwidth,
+        data_bandwidth=min(device.intra_bandwidth, beside * device.inter_bandwidth if crosses else inf),
         data_latency=device.inter_latency if crosses else device.intra_latency,
     )
 
@@ -88,6 +86,11 @@ class Shape:
     @property
     def asynchronous(self) -> bool:
         return not GENERATORS[self.schedule].synchronous
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share the optimizer's work."""
+        return self.data_ranks if self.shard_optimizer else 1
 
     @property
     def chunks(self) -> int:
@@ -124,7 +127,7 @@ def stage_times(
         forward=tuple(forward for forward, _ in seconds),
         backward=tuple(backward for _, backward in seconds),
         update=tuple(
-            update_seconds(stage, device, optimizer, _shards(shape)) + runtime.update / shape.chunks
+            update_seconds(stage, device, optimizer, shape.shards) + runtime.update / shape.chunks
             for stage in parts
         ),
         reduction=tuple(reduction_seconds(stage, shape, network, precision) for stage in parts),
@@ -143,10 +146,6 @@ def _exchange_seconds(
     norm = 2 * ceil(log2(ranks)) * device.inter_latency if ranks > 1 else 0.0
     tied = precision.gradient * model.tied_parameters / network.link_bandwidth if shape.stages > 1 else 0.0
     return norm + tied
-
-
-def _shards(shape: Shape) -> int:
-    return shape.data_ranks if shape.shard_optimizer else 1
 
 
 def update_seconds(parts: Sequence[Part], device: Device, optimizer: str, shards: int) -> float:
@@ -232,10 +231,8 @@ def with_cutover(times: StageTimes, shape: Shape) -> Shape:
 
 
 def _period(shape: Shape, microbatches: int, given: Costs) -> float:
-    asked = {"in_flight": shape.in_flight, "cutover": shape.cutover}
-    if shape.cutover is not None:  # of fewer microbatches, as many old ones
-        asked["cutover"] = min(shape.cutover, microbatches)
-    options = {key: value for key, value in asked.items() if value is not None}
+    old = None if shape.cutover is None else min(shape.cutover, microbatches)  # of fewer, as many old ones
+    options = {"in_flight": shape.in_flight, "cutover": old}
     schedule = build(shape.schedule, shape.stages, microbatches, _groups(shape), **options)
     return simulate(schedule, given).time_per_update
 

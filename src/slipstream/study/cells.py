@@ -1,14 +1,4 @@
-"""Results -> cells: one per combination of axes other than the seed, with what its seeds say together.
-
-A study's [table] tells which axis is which:
-
-    seed = "seed"            runs that differ in it alone are repetitions, paired by label
-    mode = "mode"            the axis that is compared; the other axes make the groups
-    reference = "sync"       the mode gaps are taken to
-    baseline = "delay"       the mode whose gap is the whole, for the share recovered
-    best = ["lr"]            axes of which each cell takes the value with the lowest mean, on the seeds all have
-    length = "updates"       an axis of run lengths: the penalty is then read off final losses by length too
-"""
+"""Results -> cells: one per combination of axes other than the seed, with what its seeds say together."""
 
 from __future__ import annotations
 
@@ -31,12 +21,16 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class AxisRoles:
-    seed: str = "seed"
-    mode: str = "mode"
-    reference: str = "sync"
-    baseline: str = "delay"
-    best: tuple[str, ...] = ()
-    length: str | None = None
+    """A study's [table]: which axis is which. Axes without a role make the groups."""
+
+    seed: str = "seed"  # runs that differ in it alone are repetitions, paired by label
+    mode: str = "mode"  # the axis that is compared
+    reference: str = "sync"  # the mode gaps are taken to
+    baseline: str = "delay"  # the mode whose gap is the whole, for the share recovered
+    best: tuple[str, ...] = ()  # each cell takes the value with the lowest mean, on the seeds all have
+    length: str | None = (
+        None  # an axis of run lengths: the penalty is then read off final losses by length too
+    )
 
 
 @dataclass(frozen=True)
@@ -53,9 +47,7 @@ class Cell:
     gap: Estimate | None = None
     recovered: Estimate | None = None
     penalty: Estimate | None = None  # by curve: read off that of the paired synchronous run
-    extrapolated: bool = False
     by_length: Estimate | None = None  # read off the final losses of synchronous runs of several lengths
-    by_length_extrapolated: bool = False
     slope: float | None = None  # loss per e-fold of tokens, where `by_length` is exp(gap / slope)
 
     @property
@@ -81,9 +73,8 @@ class Cell:
     def flushed_share(self) -> float:
         """The part of the updates that runs without delay because the run asks for it."""
         result = next(iter(self.results.values()))
-        steps = result.steps
         named = [result.key(f"optim.{key}", 0) for key in ("sync_start", "sync_finish")]
-        return sum(updates(value, steps) for value in named) / steps
+        return sum(updates(value, result.steps) for value in named) / result.steps
 
 
 def roles_of(study: Study) -> AxisRoles:
@@ -99,11 +90,8 @@ def roles_of(study: Study) -> AxisRoles:
         allowed = labels.get(roles.mode, []) if modes else list(labels)
         wanted = values[key] if key == "best" else (values[key],)
         if stray := [name for name in wanted if name not in allowed]:
-            what = (
-                f"'{roles.mode}' has {names(allowed) or 'no values'}"
-                if modes
-                else f"the axes are {names(allowed)}"
-            )
+            there = f"'{roles.mode}' has {names(allowed) or 'no values'}"
+            what = there if modes else f"the axes are {names(allowed)}"
             raise UserError(f"[table] of '{study.name}' has {key} = {stray[0]!r}, and {what}.")
     return roles
 
@@ -133,11 +121,6 @@ def all_cells(points: Sequence[Point], results: Mapping[str, Result], roles: Axi
         mean = statistics.fmean(values) if values else None
         cells.append(replace(cell, mean=mean, error=standard_error(values)))
     return cells
-
-
-def whole(cells: Sequence[Cell]) -> list[Cell]:
-    """Without the runs of a cheaper grid (`tune_with`), which only chose a value."""
-    return [cell for cell in cells if not cell.tuning]
 
 
 def compared(cells: Sequence[Cell], roles: AxisRoles) -> list[Cell]:
@@ -211,31 +194,27 @@ def _compare(cell: Cell, chosen: Mapping[tuple[Labels, str], Cell], roles: AxisR
     if reference is None or not reference.results or not cell.results or cell.mode == roles.reference:
         return cell
     baseline = chosen.get((cell.group, roles.baseline))
-    losses, recovered = _among(cell.losses, pairs(cell, reference)), None
+    losses, recovered = {seed: cell.losses[seed] for seed in pairs(cell, reference)}, None
     if baseline is not None and cell.mode != roles.baseline and not cell.synchronous:
-        delayed = _among(baseline.losses, pairs(baseline, reference))
+        delayed = {seed: baseline.losses[seed] for seed in pairs(baseline, reference)}
         recovered = share_recovered(losses, reference.losses, delayed)
     by_curve = {seed: reference.results[seed].validation for seed in losses}
     by_length = {seed: _lengths(seed, cell, reference, chosen, roles) for seed in losses}
-    penalty, beyond = _read_off(by_curve, reference.losses, losses)
-    longer, beyond_lengths = _read_off(by_length, reference.losses, losses)
     return replace(
         cell,
         gap=paired_gap(losses, reference.losses),
         recovered=recovered,
-        penalty=penalty,
-        extrapolated=beyond,
-        by_length=longer,
-        by_length_extrapolated=beyond_lengths,
+        penalty=_read_off(by_curve, reference.losses, losses),
+        by_length=_read_off(by_length, reference.losses, losses),
     )
 
 
 def _read_off(
     curves: Mapping[str, Curve], synchronous: Mapping[str, float], losses: Mapping[str, float]
-) -> tuple[Estimate | None, bool]:
-    """The token penalty, each seed's off its own curve, and whether one lies beyond its curve."""
+) -> Estimate | None:
+    """The token penalty, each seed's off its own curve."""
     found = [token_penalty(curves[seed], synchronous[seed], loss) for seed, loss in losses.items()]
-    return mean_penalty([one for one in found if one is not None]) or (None, False)
+    return mean_penalty([one for one in found if one is not None])
 
 
 def _lengths(
@@ -258,10 +237,6 @@ def _delayed(result: Result) -> bool:
     delay = result.key("pipeline.delay", 1)
     late = any(delay) if isinstance(delay, list) else bool(delay)
     return late and result.key("pipeline.schedule") not in SYNCHRONOUS
-
-
-def _among(losses: Mapping[str, float], seeds: Sequence[str]) -> dict[str, float]:
-    return {seed: losses[seed] for seed in seeds}
 
 
 def _without(group: Labels, axis: str) -> Labels:

@@ -96,14 +96,12 @@ def _source(study: str, cell: Cell, roles: AxisRoles, result: Result) -> str:
     if result.old < 1:
         text += f", {100 * result.old:.0f} % of each update old"
     if start := result.key("optim.sync_start"):
-        text += (
-            f", synchronous start of {100 * start:g} %" if start < 1 else f", synchronous start of {start:g}"
-        )
+        text += f", synchronous start of {f'{100 * start:g} %' if start < 1 else f'{start:g}'}"
+    beyond = ", extrapolated" if penalty.extrapolated else ""
     if cell.penalty is not None:
-        text += "; read off the synchronous run's own curve" + (", extrapolated" if cell.extrapolated else "")
+        text += f"; read off the synchronous run's own curve{beyond}"
         text += "" if cell.by_length is None else f" (by length {cell.by_length.value:.3f})"
     else:
-        beyond = ", extrapolated" if cell.by_length_extrapolated else ""
         text += f"; read off final losses by {roles.length or 'length'}{beyond}"
     if penalty.value < 1:
         text += f"; measured {penalty.value:.3f}, taken as 1"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slipstream.config.load import parse_value, read_toml
-from slipstream.errors import UserError
+from slipstream.errors import UserError, did_you_mean
 from slipstream.study.cells import roles_of
 from slipstream.study.sweep import TUNING, Axis, Choice, Combine, Node, Study, Tree, Tune, merge, names
 
@@ -139,8 +138,7 @@ def _leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _selected(text: str, axes: Mapping[str, Axis]) -> Axis:
     name, _, wanted = text.partition(":")
     if name not in axes:
-        near = difflib.get_close_matches(name, axes, n=1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
+        hint = did_you_mean(name, axes)
         raise UserError(f"[runs] names the axis '{name}', and there is none.{hint} There are {names(axes)}.")
     axis = axes[name]
     if not wanted:

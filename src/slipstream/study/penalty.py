@@ -8,10 +8,9 @@ between its points:
     within a run   the validation curve of the paired synchronous run (same seed), its running minimum
     by length      the final losses of synchronous runs of several lengths, each with its own whole schedule
 
-The second is what a user pays who trains longer to make up for delay; both are told where a study has such
-runs. The first needs one run, but it leans on a learning rate that was still high at τ: it says how far behind
-the synchronous run the delayed one is, by the synchronous run's own clock. Beyond its ends a curve goes on
-with the slope of its last two points, and the penalty is marked as extrapolated.
+The second is what a user pays who trains longer to make up for delay. The first needs one run, but it leans on a
+learning rate that was still high at τ. Beyond its ends a curve goes on with the slope of its last two points, and the
+penalty is marked as extrapolated.
 
     net gain = speed-up over the fastest synchronous schedule at equal activations, divided by the penalty
 """
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from slipstream.errors import UserError
@@ -33,15 +32,7 @@ Curve = Sequence[tuple[float, float]]
 FURTHEST = 690.0
 
 
-@dataclass(frozen=True)
-class Penalty:
-    """τ(L_sync) / τ(L) for one pair of runs."""
-
-    value: float
-    extrapolated: bool
-
-
-def token_penalty(curve: Curve, synchronous: float, loss: float) -> Penalty | None:
+def token_penalty(curve: Curve, synchronous: float, loss: float) -> Estimate | None:
     """What ending at `loss` and not at `synchronous` is worth on the `curve`; None where that has no slope."""
     falling = envelope(curve)
     if len(falling) < 2:
@@ -49,7 +40,7 @@ def token_penalty(curve: Curve, synchronous: float, loss: float) -> Penalty | No
     folds = log_tokens_at(falling, synchronous) - log_tokens_at(falling, loss)
     value = math.exp(max(-FURTHEST, min(FURTHEST, folds)))
     outside = any(not falling[-1][1] <= end <= falling[0][1] for end in (synchronous, loss))
-    return Penalty(value, extrapolated=outside)
+    return Estimate(value, None, 1, extrapolated=outside)
 
 
 def log_tokens_at(curve: Curve, loss: float) -> float:
@@ -69,12 +60,12 @@ def envelope(curve: Curve) -> list[tuple[float, float]]:
     return kept
 
 
-def mean_penalty(penalties: Sequence[Penalty]) -> tuple[Estimate, bool] | None:
-    """The geometric mean over seeds with the interval of its logarithm, and whether any is extrapolated."""
+def mean_penalty(penalties: Sequence[Estimate]) -> Estimate | None:
+    """The geometric mean over seeds with the interval of its logarithm; extrapolated where one of them is."""
     if not penalties:
         return None
     logs = interval([math.log(p.value) for p in penalties])
-    return _exponential(logs), any(p.extrapolated for p in penalties)
+    return replace(_exponential(logs), extrapolated=any(p.extrapolated for p in penalties))
 
 
 def penalty_of_gap(gap: Estimate, slope: float) -> Estimate:

@@ -19,14 +19,7 @@ from typing import Any
 from slipstream.data.shards import find_shards
 from slipstream.errors import UserError
 from slipstream.study.pool import Pool, Worker
-from slipstream.study.results import (
-    FAILED_FILE,
-    Result,
-    collect,
-    losses,
-    read_folder,
-    write_failure,
-)
+from slipstream.study.results import FAILED_FILE, Result, collect, losses, read_folder, write_failure
 from slipstream.study.show import Show
 from slipstream.study.sweep import Expansion, Point, Study, settings
 
@@ -105,32 +98,25 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show, also: Sequenc
     deadline = None if limits.minutes is None else time.monotonic() + 60 * limits.minutes
     clock, outcome = Clock(results), Outcome()
     attempted: set[str] = set()
+
+    def missing() -> list[Point]:
+        return [p for p in expansion.points if p.digest not in results and _wanted(p, limits.only)]
+
     expansion = study.expand(losses(results))
     _check_data(expansion)
     if limits.only is not None and not any(_wanted(point, limits.only) for point in expansion.points):
         names = "\n  ".join(point.name for point in expansion.points[:12])
-        later = (
-            f" {expansion.waiting} more get their names once a grid has ended." if expansion.waiting else ""
-        )
+        more = f" {expansion.waiting} more get their names once a grid has ended."
+        later = more if expansion.waiting else ""
         raise UserError(f"No run matches --only '{limits.only}'.{later} Runs are named like this:\n  {names}")
     done = sum(1 for point in expansion.points if point.digest in results)
     later = f" and {expansion.waiting} to be chosen" if expansion.waiting else ""
     show.note(f"{study.name}: {len(expansion.points)} runs{later}, {done} done. Runs: {out}")
-    outcome.failed_before = sum(
-        1
-        for point in expansion.points
-        if point.digest in results and results[point.digest].failed and _wanted(point, limits.only)
-    )
+    outcome.failed_before = len(_failures(expansion, results, limits.only))
     with Pool(limits.workers, out) as pool, show:
-        pool.prepare(sum(1 for p in expansion.points if p.digest not in results and _wanted(p, limits.only)))
+        pool.prepare(len(missing()))
         while True:
-            todo = [
-                point
-                for point in expansion.points
-                if point.digest not in results
-                and point.digest not in attempted
-                and _wanted(point, limits.only)
-            ]
+            todo = [point for point in missing() if point.digest not in attempted]
             show.state(expansion, results, pool.active, clock.left(todo, pool.active, limits.workers))
             while todo and pool.idle and not outcome.stopped:
                 point = next((p for p in todo if _fits(clock.seconds(p), deadline)), None)
@@ -175,17 +161,20 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show, also: Sequenc
                 show.ended(point, result, report.seconds)
             if ended:
                 expansion = study.expand(losses(results))
-    outcome.left = sum(1 for p in expansion.points if p.digest not in results and _wanted(p, limits.only))
-    outcome.waiting = expansion.waiting
+    outcome.left, outcome.waiting = len(missing()), expansion.waiting
     return outcome
 
 
 def _forget_failures(study: Study, results: dict[str, Result], out: Path, only: str | None) -> None:
     """Those of the runs that are wanted now: other studies keep theirs in the same folder."""
-    for point in study.expand(losses(results)).points:
-        if _wanted(point, only) and point.digest in results and results[point.digest].failed:
-            rmtree(out / point.folder, ignore_errors=True)
-            del results[point.digest]
+    for point in _failures(study.expand(losses(results)), results, only):
+        rmtree(out / point.folder, ignore_errors=True)
+        del results[point.digest]
+
+
+def _failures(expansion: Expansion, results: Mapping[str, Result], only: str | None) -> list[Point]:
+    ended = [point for point in expansion.points if point.digest in results and _wanted(point, only)]
+    return [point for point in ended if results[point.digest].failed]
 
 
 def _fits(seconds: float | None, deadline: float | None) -> bool:

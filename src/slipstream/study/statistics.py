@@ -27,6 +27,7 @@ class Estimate:
     value: float
     interval: tuple[float, float] | None
     n: int
+    extrapolated: bool = False  # read off beyond the end of a curve
 
 
 def standard_error(values: Sequence[float]) -> float | None:
@@ -63,9 +64,9 @@ def share_recovered(
     ratio = statistics.fmean(gaps) / size
     residuals = [(gap - ratio * all_of_it) / size for gap, all_of_it in zip(gaps, whole, strict=True)]
     around = interval(residuals).interval  # the residuals sum to zero
-    return Estimate(
-        1 - ratio, None if around is None else (1 - ratio + around[0], 1 - ratio + around[1]), len(seeds)
-    )
+    if around is not None:
+        around = (1 - ratio + around[0], 1 - ratio + around[1])
+    return Estimate(1 - ratio, around, len(seeds))
 
 
 @cache

@@ -1,22 +1,7 @@
-"""A study file -> the runs it asks for. Invariant: a run is identified by what decides its numbers alone.
+"""A study file -> the runs it asks for; docs/study.md tells its form.
 
-A study is a base run, axes, and an expression over them:
-
-    [base]                                    the keys of a run, as in a run's TOML
-    [axes.seed]                               an axis: one key and its values ...
-    key = "train.seed"
-    values = [0, 1, 2]
-    [axes.mode.values]                        ... or named values, each a set of keys
-    sync = { pipeline.delay = 0 }
-    ef   = { optim.correction = "error_feedback" }
-    [runs]
-    product = ["seed", "mode"]                the first varies slowest: seeds outermost keep partial results paired
-
-    product   every combination             zip    the i-th of each together
-    chain     one after another             tune   see `Tune`
-
-A node is a table with one of these, or the name of an axis, with ":label,label" to take only some values.
-Two points with the same resolved config are one run, within a study and between studies that share a folder.
+Invariant: a run is identified by what decides its numbers alone. Two points with the same resolved config are one run,
+within a study and between studies that share a folder.
 """
 
 from __future__ import annotations
@@ -64,22 +49,17 @@ class Axis:
 class Tune:
     """`then` takes the value of `axis` that did best in `over`, separately for each combination of `by`.
 
-        tune = "lr"
-        by = ["optimizer", "mode"]
-        over = { product = ["optimizer", "mode", "lr", "seed:0"] }
-        then = { product = ["seed", "optimizer", "mode"] }
-
-    The runs of `then` are known once those of `over` have ended. `like` lets a label borrow the choice of
-    another, say like.mode.delay = "ef". `tune_with` holds keys for the runs of `over` alone, say a shorter
-    train.steps; such runs carry a label on the axis `tuning`, so that no table takes them for whole ones.
+    The runs of `then` are known once those of `over` have ended.
     """
 
     axis: str
     by: tuple[str, ...]
     over: Node
     then: Node
-    like: Mapping[str, Mapping[str, str]]
-    tune_with: Choice | None = None
+    like: Mapping[str, Mapping[str, str]]  # axis -> label -> the label whose choice it borrows
+    tune_with: Choice | None = (
+        None  # of `over` alone, on the axis TUNING: no table takes such a run for a whole one
+    )
 
 
 @dataclass(frozen=True)
@@ -101,7 +81,7 @@ class Point:
 
     @property
     def name(self) -> str:
-        return " ".join(f"{axis}={label}" for axis, label in self.labels.items())
+        return _text(self.labels)
 
     @property
     def folder(self) -> str:
@@ -231,8 +211,7 @@ class _Expansion:
         grid = sorted(means, key=lambda name: by_value(name)[0])  # words stay in the order of the file
         if len(means) > 2 and label in (grid[0], grid[-1]):
             self.notes.append(f"The best {node.axis} of {where}, {label}, lies at the edge of its grid.")
-        best = next(choice for choice, _ in tried if choice.label == label)
-        return best
+        return next(choice for choice, _ in tried if choice.label == label)
 
 
 def _axes(node: Node) -> Iterator[Axis]:

@@ -12,7 +12,7 @@ import io
 from collections.abc import Mapping, Sequence
 
 from slipstream.metrics.report_page import Table
-from slipstream.study.cells import AxisRoles, Cell, all_cells, compared, roles_of, whole, with_slopes
+from slipstream.study.cells import AxisRoles, Cell, all_cells, compared, roles_of, with_slopes
 from slipstream.study.penalty import Speedup, net_gain, speedup
 from slipstream.study.results import Result
 from slipstream.study.statistics import Estimate
@@ -28,24 +28,17 @@ Compared = tuple[list[Cell], AxisRoles]
 
 
 def compared_cells(study: Study, expansion: Expansion, results: Mapping[str, Result]) -> Compared:
-    """The rows of the loss table, and what the study calls its axes."""
-    rows, _, roles = _cells(study, expansion, results)
-    return rows, roles
-
-
-def _cells(
-    study: Study, expansion: Expansion, results: Mapping[str, Result]
-) -> tuple[list[Cell], list[Cell], AxisRoles]:
-    """The rows, and all cells: those of a cheaper grid too."""
+    """The rows of the loss table, and what the study calls its axes. A cheaper grid only chose values for them."""
     roles = roles_of(study)
     cells = all_cells(expansion.points, results, roles)
     cheaper = [cell for cell in cells if cell.tuning]
-    return with_slopes(compared(whole(cells), roles), cheaper, roles), cells, roles
+    return with_slopes(compared([cell for cell in cells if not cell.tuning], roles), cheaper, roles), roles
 
 
 def tables(study: Study, expansion: Expansion, results: Mapping[str, Result]) -> list[Table]:
     """Everything a study says, in the order a reader wants it."""
-    rows, cells, roles = _cells(study, expansion, results)
+    rows, roles = compared_cells(study, expansion, results)
+    cells = all_cells(expansion.points, results, roles)
     cheaper = [cell for cell in cells if cell.tuning]
     found = [loss_table(rows, roles), *gain_table(rows, roles), *grid_tables(cheaper or cells, roles)]
     return [table for table in found if table.rows]
@@ -60,7 +53,8 @@ def loss_table(cells: Sequence[Cell], roles: AxisRoles) -> Table:
     body = []
     for cell in cells:
         labels, chosen = dict(cell.group), dict(cell.chosen)
-        loss = NONE if cell.mean is None else f"{cell.mean:.4f}{_error(cell.error)}"
+        loss = NONE if cell.mean is None else f"{cell.mean:.4f}"
+        loss += "" if cell.error is None else f" ± {cell.error:.4f}"
         if cell.failed:
             loss += f" ({len(cell.failed)} failed)"
         body.append(
@@ -72,12 +66,8 @@ def loss_table(cells: Sequence[Cell], roles: AxisRoles) -> Table:
                 loss,
                 _estimate(cell.gap, "+.4f"),
                 _percent(cell.recovered),
-                _estimate(cell.penalty, ".3f") + (" *" if cell.extrapolated else ""),
-                *(
-                    [_estimate(cell.by_length, ".3f") + (" *" if cell.by_length_extrapolated else "")]
-                    if BY_LENGTH in header
-                    else []
-                ),
+                _estimate(cell.penalty, ".3f"),
+                *([_estimate(cell.by_length, ".3f")] if BY_LENGTH in header else []),
             ]
         )
     note = (
@@ -88,7 +78,7 @@ def loss_table(cells: Sequence[Cell], roles: AxisRoles) -> Table:
     )
     if BY_LENGTH in header:
         note += _how_by_length(cells, roles)
-    if any(cell.extrapolated or cell.by_length_extrapolated for cell in cells):
+    if any(one.extrapolated for cell in cells for one in (cell.penalty, cell.by_length) if one):
         note += " *: extrapolated beyond the curve."
     return Table(header, body, title="Loss", note=note)
 
@@ -155,15 +145,11 @@ def grid_tables(cells: Sequence[Cell], roles: AxisRoles) -> list[Table]:
     """Loss by value of each tuned axis."""
     found = []
     for position, axis in enumerate(roles.best):
-        values = list(
-            dict.fromkeys(cell.chosen[position][1] for cell in cells if len(cell.chosen) > position)
-        )
-        values.sort(key=by_value)
+        tried = [cell for cell in cells if len(cell.chosen) > position]
+        values = sorted({cell.chosen[position][1]: 0 for cell in tried}, key=by_value)
         rows: dict[tuple[str, ...], dict[str, str]] = {}
         axes = _axes(cells)
-        for cell in cells:
-            if len(cell.chosen) <= position:
-                continue
+        for cell in tried:
             labels = dict(cell.group)
             rest = tuple(label for other, label in cell.chosen if other != axis)
             place = (*(labels.get(name, NONE) for name in axes), cell.mode, *rest)
@@ -217,20 +203,9 @@ def as_csv(cells: Sequence[Cell], roles: AxisRoles) -> str:
         for name in ("gap", "recovered", "penalty", "penalty_by_length")
         for part in ("", "_low", "_high")
     ]
-    writer.writerow(
-        [
-            *axes,
-            roles.mode,
-            *roles.best,
-            "seeds",
-            "failed",
-            "mean",
-            "standard_error",
-            *estimates,
-            "extrapolated",
-            "by_length_extrapolated",
-        ]
-    )
+    counted = ["seeds", "failed", "mean", "standard_error"]
+    marks = ["extrapolated", "by_length_extrapolated"]
+    writer.writerow([*axes, roles.mode, *roles.best, *counted, *estimates, *marks])
     for cell in cells:
         labels, chosen = dict(cell.group), dict(cell.chosen)
         numbers = [cell.mean, cell.error]
@@ -238,13 +213,10 @@ def as_csv(cells: Sequence[Cell], roles: AxisRoles) -> str:
             around = (estimate.interval if estimate else None) or (None, None)
             numbers += [estimate.value if estimate else None, *around]
         start = [*(labels.get(axis, "") for axis in axes), cell.mode]
-        start += [
-            *(chosen.get(axis, "") for axis in roles.best),
-            str(len(cell.results)),
-            str(len(cell.failed)),
-        ]
+        start += [*(chosen.get(axis, "") for axis in roles.best), len(cell.results), len(cell.failed)]
         plain = ["" if value is None else f"{value:.6g}" for value in numbers]
-        writer.writerow([*start, *plain, int(cell.extrapolated), int(cell.by_length_extrapolated)])
+        beyond = [int(bool(one and one.extrapolated)) for one in (cell.penalty, cell.by_length)]
+        writer.writerow([*start, *plain, *beyond])
     return file.getvalue()
 
 
@@ -258,15 +230,12 @@ def _axes(cells: Sequence[Cell]) -> list[str]:
     return list(dict.fromkeys(axis for cell in cells for axis, _ in cell.group))
 
 
-def _error(error: float | None) -> str:
-    return "" if error is None else f" ± {error:.4f}"
-
-
 def _estimate(estimate: Estimate | None, form: str) -> str:
     if estimate is None:
         return NONE
     value, *around = (_number(one, form) for one in (estimate.value, *(estimate.interval or ())))
-    return f"{value} [{', '.join(around)}]" if around else value
+    text = f"{value} [{', '.join(around)}]" if around else value
+    return f"{text} *" if estimate.extrapolated else text
 
 
 def _number(value: float, form: str) -> str:
@@ -277,10 +246,8 @@ def _number(value: float, form: str) -> str:
 def _percent(estimate: Estimate | None) -> str:
     if estimate is None:
         return NONE
-    if estimate.interval is None:
-        return f"{100 * estimate.value:.0f} %"
-    low, high = estimate.interval
-    return f"{100 * estimate.value:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
+    around = ", ".join(f"{100 * end:.0f}" for end in estimate.interval or ())
+    return f"{100 * estimate.value:.0f} %" + (f" [{around}]" if around else "")
 
 
 def pipes(table: Table) -> str:

@@ -47,7 +47,8 @@ def serve(connection: Connection, log: str, parent: int, compile_threads: int, s
     signal.signal(signal.SIGINT, interrupt)  # never ignored: what is ignored here the trainer ignores too
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compile_threads))
-    _import_now()
+    import slipstream.train.session  # noqa: F401  now, while the first run is still being chosen
+
     shape: Any = None
     while (tree := connection.recv()) is not None:
         began = time.perf_counter()
@@ -76,11 +77,6 @@ class _Interrupt:
         if self.armed:
             self.armed = False
             raise KeyboardInterrupt
-
-
-def _import_now() -> None:
-    """While the first run is still being chosen or compiled elsewhere."""
-    import slipstream.train.session  # noqa: F401
 
 
 def _run(tree: dict[str, Any]) -> Report:

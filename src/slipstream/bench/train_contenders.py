@@ -1,0 +1,223 @@
+"""One process of `slipstream bench train`: one contender is built, warmed up, timed and thrown away.
+
+*ours* is the trainer, all of it but checkpoints and validation, put together by the functions of `slipstream train`.
+*transformers* is LlamaForCausalLM with AdamW as people train it: float32 weights under bfloat16 autocast on a GPU
+(`narrow`: bfloat16 weights, which is faster and loses small updates), torch's attention and fused AdamW, gradients
+accumulated over the same sequences; no clipping and no log, which we have and it is spared.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.config import Config, load, resolve
+from slipstream.data.tokens import TokenDataset
+from slipstream.errors import UserError
+from slipstream.models.attention import attention_kernel
+from slipstream.models.sizes import PRESETS
+from slipstream.pipeline.graphs import PLAIN_GROUPS
+from slipstream.train import batches
+from slipstream.train import folder as folders
+from slipstream.train.assemble import assemble, position_of
+from slipstream.train.board import LocalBoard
+from slipstream.train.export import hugging_face_config
+from slipstream.train.reporter import memory_bytes
+from slipstream.train.trainer import submit
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One comparison. `rows` sequences make a microbatch, `microbatches` of them an update."""
+
+    model: str = "smollm2-360m"
+    sequence: int = 1024
+    microbatches: int = 4
+    rows: int = 32
+    device: str = "cuda"
+    compiled: bool = True
+    steps: int = 10
+    warmup: int = 3
+    rival_rows: int | None = None  # sequences in a rival's microbatch, of the same update; None: `rows`
+    overrides: tuple[str, ...] = ()  # of our trainer's config
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequence * self.microbatches * self.rows
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one process saw."""
+
+    step_seconds: float
+    setup_seconds: float  # building, compiling, warming up
+    peak_memory_bytes: int
+    rows: int
+    microbatches: int
+
+
+def timed(
+    step: Callable[[int], None], settle: Callable[[], None], setting: Setting, began: float
+) -> Measured:
+    """`settle` waits until all that was asked is done."""
+    for index in range(setting.warmup):
+        step(index)
+    settle()
+    start = time.perf_counter()
+    for index in range(setting.warmup, setting.warmup + setting.steps):
+        step(index)
+    settle()
+    seconds = (time.perf_counter() - start) / setting.steps
+    return Measured(seconds, start - began, memory_bytes(), setting.rows, setting.microbatches)
+
+
+def config_of(setting: Setting, data: Path, folder: Path, *, delayed: bool) -> Config:
+    overrides = [
+        f"run.dir={folder / 'run'}",
+        f"model.preset={setting.model}",
+        f"data.path={data}",
+        f"data.sequence={setting.sequence}",
+        "pipeline.schedule=emulate",
+        f"pipeline.delay={int(delayed)}",
+        f"pipeline.microbatches={setting.microbatches}",
+        f"pipeline.microbatch_size={setting.rows}",
+        f"train.device={setting.device}",
+        f"train.dtype={'bfloat16' if setting.device == 'cuda' else 'float32'}",
+        f"train.compile={str(setting.compiled).lower()}",
+        f"train.steps={setting.warmup + setting.steps}",
+    ]
+    return resolve(load(None, [*overrides, *setting.overrides]))
+
+
+def measure_ours(setting: Setting, data: Path, folder: Path, *, delayed: bool) -> Measured:
+    began = time.perf_counter()
+    config = config_of(setting, data, folder, delayed=delayed)
+    if config.train.cuda_graphs:  # each replica is recorded before anything is timed
+        least = (PLAIN_GROUPS + 1) * (1 + int(delayed)) + 1
+        setting = replace(setting, warmup=max(setting.warmup, least))
+        config = config_of(setting, data, folder, delayed=delayed)
+    if config.pipeline.schedule != "emulate":
+        raise UserError("`bench train` measures one device. Leave pipeline.schedule at emulate.")
+    torch.set_num_threads(1)
+    run = Path(config.run.dir)
+    run.mkdir(parents=True)
+    plan = folders.plan(run, config, data_fingerprint="synthetic")
+    with (
+        assemble(config, None, position_of(config, None), data, plan, LocalBoard()) as parts,
+        batches.ahead(parts.train_data, parts.share, 0) as loader,
+    ):
+        parts.reporter.start(0)
+
+        def settle() -> None:
+            parts.engine.drain()
+            if parts.device.type == "cuda":
+                torch.cuda.synchronize()
+
+        found = timed(lambda step: submit(parts, step, loader.get(step)), settle, setting, began)
+        parts.reporter.poll(finish=True)
+    return found
+
+
+def measure_transformers(setting: Setting, data: Path, *, compiled: bool, narrow: bool = False) -> Measured:
+    """A microbatch that does not fit into memory is halved, and there are twice as many."""
+    began = time.perf_counter()
+    if setting.rival_rows is not None:
+        sequences = setting.rows * setting.microbatches
+        setting = replace(setting, rows=setting.rival_rows, microbatches=sequences // setting.rival_rows)
+    while True:
+        try:
+            return _measure(setting, data, compiled, narrow, began)
+        except torch.OutOfMemoryError:
+            if setting.rows % 2:
+                raise
+        setting = replace(setting, rows=setting.rows // 2, microbatches=setting.microbatches * 2)
+        _forget()
+
+
+def _forget() -> None:
+    """Leave nothing of an attempt that did not fit: neither its memory, nor its peak, nor its graphs, whose other
+    shapes would make the next ones dynamic."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _measure(setting: Setting, data: Path, compiled: bool, narrow: bool, began: float) -> Measured:
+    device = torch.device(setting.device)
+    model = _model(setting, device)
+    if narrow:
+        model = model.to(torch.bfloat16)
+    call: Any = torch.compile(model) if compiled else model
+    on_gpu = device.type == "cuda"
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    dataset = TokenDataset(data, "train", setting.sequence, setting.rows * setting.microbatches)
+
+    def settle() -> None:
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    with batches.ahead(dataset, batches.Share(setting.microbatches, pin=on_gpu), 0) as loader:
+
+        def step(index: int) -> None:
+            inputs = loader.get(index).to(device).inputs
+            assert inputs is not None
+            for tokens in inputs.split(setting.rows):
+                with torch.autocast("cuda", torch.bfloat16) if on_gpu and not narrow else nullcontext():
+                    loss = call(input_ids=tokens, labels=tokens).loss
+                (loss / setting.microbatches).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return timed(step, settle, setting, began)
+
+
+def _model(setting: Setting, device: torch.device) -> nn.Module:
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        raise UserError(
+            "transformers is not installed, so there is nothing to compare with. "
+            "Install it, or set --contenders ours,ours_sync."
+        ) from None
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    described = hugging_face_config(PRESETS[setting.model], setting.sequence, torch.float32)
+    config = LlamaConfig(**described | {"attn_implementation": "sdpa", "use_cache": False})
+    with device:
+        return LlamaForCausalLM(config).train()
+
+
+def perform(contender: str, setting: Setting, data: Path, folder: Path) -> dict[str, Any]:
+    try:
+        if contender.startswith("ours"):
+            return asdict(measure_ours(setting, data, folder, delayed=contender == "ours"))
+        # The rival gets the attention kernel that our trainer is given.
+        with attention_kernel(config_of(setting, data, folder, delayed=True).train.attention):
+            compiled, narrow = contender != "hf_eager", contender == "hf_bf16"
+            return asdict(measure_transformers(setting, data, compiled=compiled, narrow=narrow))
+    except UserError as error:
+        return {"error": str(error)}
+    except torch.OutOfMemoryError as error:
+        return {"error": f"out of memory with {setting.rows} rows: {str(error).splitlines()[0]}"}
+
+
+if __name__ == "__main__":
+    contender, setting, data, folder = json.loads(sys.argv[1])
+    given = Setting(**setting | {"overrides": tuple(setting["overrides"])})
+    answer = perform(contender, given, Path(data), Path(folder))
+    (Path(folder) / "answer.json").write_text(json.dumps(answer))
