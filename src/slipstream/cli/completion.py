@@ -5,14 +5,11 @@ The scripts ask `slipstream __complete LINE`, which prints what the last word of
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 
 import typer
 
 from slipstream.errors import UserError
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 SCRIPTS = {
     "bash": """_slipstream() {
@@ -40,7 +37,6 @@ compdef _slipstream slipstream
 PLACES = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/completions/slipstream.fish"}
 
 
-@app.command()
 def completion(
     shell: str = typer.Argument(help="bash, zsh or fish."),
 ) -> None:
@@ -70,9 +66,9 @@ def candidates(line: str) -> list[str]:
 
 def _options(before: list[str]) -> list[str]:
     """The options of a command, or its subcommands and options."""
-    from slipstream.cli import COMMANDS
+    from slipstream.cli import command as command_of
 
-    group = typer.main.get_command(import_module(COMMANDS[before[0]][0]).app)
+    group = command_of(before[0])
     commands = getattr(group, "commands", {})
     command = commands.get(before[1], group) if len(before) > 1 else group
     options = [name for parameter in command.params for name in parameter.opts if name.startswith("--")]

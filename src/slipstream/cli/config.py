@@ -14,9 +14,6 @@ from slipstream.config import Reach, describe
 from slipstream.config.write import Key
 from slipstream.errors import UserError
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
 SYNONYMS = {  # words people look for, and the keys they mean
     "precision": ("train.dtype",),
     "batch": ("pipeline.microbatches", "pipeline.microbatch_size", "data.sequence"),
@@ -38,7 +35,6 @@ def _said(key: Key) -> str:
     return " ".join([key.meaning, key.type, *others]).lower()
 
 
-@app.command()
 def config(
     search: str = typer.Argument("", help="Show only keys whose name, meaning or values contain this."),
     as_json: bool = typer.Option(False, "--json", help="Print a JSON list."),

@@ -18,11 +18,7 @@ from slipstream.errors import DataError
 
 FEW_TOKENS = 2000  # one update of the default run
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Turn text into token shards; look into shards.",
-)
+app = typer.Typer(add_completion=False, help="Turn text into token shards; look into shards.")
 
 
 @app.command()

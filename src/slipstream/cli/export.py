@@ -16,12 +16,9 @@ if TYPE_CHECKING:
 
     from slipstream.train.master import Master
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-@app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
     folder: Annotated[Path, typer.Argument(help="The folder to make.")],

@@ -17,12 +17,9 @@ from slipstream.schedule.generate import ALIASES, GENERATORS, build, canonical
 from slipstream.schedule.simulate import Costs, simulate
 from slipstream.schedule.steady import Steady, steady
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
 _NAMES = ", ".join([*GENERATORS, *(f"{alias} (= {name})" for alias, name in ALIASES.items())])
 
 
-@app.command()
 def schedule(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {_NAMES}.", show_default=False)],
     stages: Annotated[int, typer.Option(help="P, the number of pipeline stages (ranks).")] = 4,

@@ -21,10 +21,7 @@ from slipstream.study.results import Result, collect, losses, of_points, write_e
 from slipstream.study.tables import Compared, compared_cells, pipes, tables
 
 app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    help="Run many runs and tabulate what delay costs.",
+    add_completion=False, no_args_is_help=True, help="Run many runs and tabulate what delay costs."
 )
 
 OUT = Path("runs/study")

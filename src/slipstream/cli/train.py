@@ -16,10 +16,7 @@ from slipstream.train.start import start
 
 STOPPED = 75  # sysexits.h: not done, worth trying again
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-
-@app.command(context_settings={"ignore_unknown_options": True})  # `parse` has a better word for them
 def train(
     arguments: list[str] = typer.Argument(
         None, metavar="[RUN.TOML] [KEY=VALUE]...", help="A run and overrides."
