@@ -24,12 +24,11 @@ from slipstream.models.sizes import ModelConfig, flops_per_token, parameters
 from slipstream.train import build, checkpoint
 from slipstream.train import folder as folders
 from slipstream.train.batches import Share
-from slipstream.train.best import Best
 from slipstream.train.board import Board
 from slipstream.train.elastic import with_stages
-from slipstream.train.engine import Engine, emulated
+from slipstream.train.engine import Engine, engine_of
 from slipstream.train.folder import Plan
-from slipstream.train.health import Monitor
+from slipstream.train.health import Best, Monitor
 from slipstream.train.master import TOKENIZER_FILE
 from slipstream.train.own_model import OwnModel
 from slipstream.train.reporter import Position, Reporter
@@ -69,7 +68,7 @@ def assemble(
     with ExitStack() as stack:
         stack.enter_context(float32_products(config.train.dtype))
         stack.enter_context(attention_kernel(config.train.attention))
-        engine = _engine(config, model, world, device)
+        engine = engine_of(config, model, world, device)
         if plan.source is not None:
             load_into(engine, Path(plan.source), config)
         recorder, show = None, None
@@ -136,19 +135,6 @@ def float32_products(dtype: str) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def _engine(config: Config, model: build.Model, world: World | None, device: torch.device) -> Engine:
-    """Torch's pipelines load its compiler, which takes seconds: only where there is a pipeline."""
-    if world is None:
-        return emulated(config, model, device)
-    if config.synchronous:
-        from slipstream.train.synchronous import Synchronous
-
-        return Synchronous(config, model, world, device)
-    from slipstream.train.pipelined import pipelined
-
-    return pipelined(config, model, world, device)
 
 
 def _share(config: Config, position: Position, device: torch.device) -> Share:

@@ -27,8 +27,7 @@ from slipstream.optim.corrections import Correction, build_correction, synchrono
 from slipstream.optim.lr import schedule as lr_schedule
 from slipstream.schedule.cutover import Cutover
 from slipstream.train.export import read_weights
-from slipstream.train.own_model import OwnModel
-from slipstream.train.transformers_model import TransformersModel
+from slipstream.train.own_model import OwnModel, TransformersModel
 
 Model = ModelConfig | OwnModel
 DEEP = 12  # layers of a stage beyond which train.compile=true compiles them one by one

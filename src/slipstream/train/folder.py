@@ -31,7 +31,7 @@ from slipstream.metrics.record import Cut, cut_back, finished_at, has_event
 from slipstream.train import checkpoint, cutovers, provenance
 from slipstream.train.build import learning_rate
 from slipstream.train.claim import LOCK_FILE, refuse_foreign
-from slipstream.train.transformers_model import changed_description
+from slipstream.train.own_model import changed_description
 
 LOCK_PATIENCE_SECONDS = 10.0  # the workers of a killed launcher need a moment to notice
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from slipstream.data.tokenizer import Tokenizer
-from slipstream.errors import CheckpointError, UserError
-from slipstream.models.stages import Stage, build_model
+from slipstream.errors import UserError
+from slipstream.models.stages import Stage
 from slipstream.train.decode import Decoder
-from slipstream.train.master import load_master
+from slipstream.train.master import load_master, whole_model
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Trained:
     sequence: int
 
 
-def load_trained(run: str | Path, device: str = "cpu") -> Trained:
+def load_trained(run: str | Path) -> Trained:
     """The master of the newest good checkpoint of a run."""
     master = load_master(run)
     if master.described is not None:
@@ -40,18 +40,15 @@ def load_trained(run: str | Path, device: str = "cpu") -> Trained:
     if master.model is None:
         raise UserError(
             f"'{run}' trained a model of your own ({master.config.model.module}), which only you can run. "
-            "`slipstream export "
-            f"{run} FOLDER` writes its weights for `load_state_dict`."
+            f"`slipstream export {run} FOLDER` writes its weights for `load_state_dict`."
         )
     if master.tokenizer is None:
         raise UserError(
             f"'{run}' has no tokenizer: its data came without a tokenizer.json. Put one beside it."
         )
-    model = build_model(master.model, master.config.train.seed, device)
-    missing = model.load_state_dict(master.weights, strict=False).missing_keys
-    if missing:
-        raise CheckpointError(f"'{run}' lacks {len(missing)} weights, '{missing[0]}' among them.")
-    return Trained(model.eval(), Tokenizer.load(master.tokenizer), master.step, master.config.data.sequence)
+    model = whole_model(master).eval()
+    assert isinstance(model, Stage)
+    return Trained(model, Tokenizer.load(master.tokenizer), master.step, master.config.data.sequence)
 
 
 def sample(

@@ -28,7 +28,6 @@ from slipstream.metrics.record import Recorder
 from slipstream.metrics.throughput import Clock, Meter
 from slipstream.train.board import KEPT_STEPS, Board
 from slipstream.train.engine import Engine
-from slipstream.train.fetch import Fetch
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,30 @@ class Pending:
     lr: float
     time: float  # when it was handed in
     norm: float | None = None
+
+
+class Fetch:
+    """The mean of some scalars, in double precision, on its way to the host. Asking whether it is there never waits:
+    `.item()` would hold the host until the device has done all that was queued, and the device would then idle."""
+
+    def __init__(self, scalars: list[Tensor]) -> None:
+        mean = torch.stack(scalars).double().mean()
+        self._event: torch.cuda.Event | None = None
+        self._host = mean
+        if mean.is_cuda:
+            self._host = torch.empty((), dtype=mean.dtype, pin_memory=True)
+            self._host.copy_(mean, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(mean.device))
+
+    def ready(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def value(self) -> float:
+        """The number, waiting for it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.item()
 
 
 class Reporter:

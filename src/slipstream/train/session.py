@@ -9,28 +9,32 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import signal
 import threading
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
 from slipstream.config import Config, from_tree
 from slipstream.distributed import World, started_by_torchrun
-from slipstream.distributed.launch import Asked
+from slipstream.distributed.launch import STOPS, Asked
 from slipstream.errors import HealthError, UserError
 from slipstream.train import checkpoint, closing, cutovers, same_folder
 from slipstream.train import folder as folders
 from slipstream.train.assemble import assemble, position_of
-from slipstream.train.board import Board, LocalBoard, SharedBoard, beating
+from slipstream.train.board import Board, beating
 from slipstream.train.elastic import fitted
 from slipstream.train.folder import Plan
 from slipstream.train.reporter import Position
 from slipstream.train.sources import data_folder, datasets
-from slipstream.train.stopping import stop_signals
 from slipstream.train.trainer import Outcome, train
 
+SECOND_SECONDS = 1.0  # torchrun passes a terminal's Ctrl-C on as well: two at once are one request
 MAX_FRUITLESS = 3  # rollbacks to the same checkpoint before a run gives up
 
 
@@ -43,7 +47,7 @@ def run_rank(
     """
     config = from_tree(tree)
     torch.set_num_threads(1)  # the bits of long sums depend on it
-    board: Board = LocalBoard() if world is None else SharedBoard(world.store, config.train.timeout_seconds)
+    board = Board(None if world is None else world.store, config.train.timeout_seconds)
     asked_for = config  # an elastic run may have fewer stages at the moment
     config = config if world is None else fitted(config, world.size)
     position = position_of(config, world)
@@ -161,3 +165,38 @@ def _agree_on_plan(
     if "error" in answer:
         raise UserError(answer["error"])
     return Plan(**answer)
+
+
+@contextmanager
+def stop_signals(told: Asked | None = None) -> Iterator[threading.Event]:
+    """The event that SIGTERM, SIGINT and SIGUSR1 (of a batch system, ahead of its limit) set, at any moment from the
+    first line of a rank to its last; the loop passes it on. A second Ctrl-C interrupts; an ignored signal stays
+    ignored. `told` hears of the first one when it comes.
+
+    Our own workers are born with these signals blocked (`distributed/launch.py`): what came before this point is
+    delivered here. Outside the main thread (tests) nothing is installed.
+    """
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    first = 0.0
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        if number == signal.SIGINT and asked.is_set() and time.monotonic() - first > SECOND_SECONDS:
+            raise KeyboardInterrupt
+        first = first or time.monotonic()
+        if told is not None and not asked.is_set():
+            told.first()
+        asked.set()
+
+    numbers = [n for n in (*STOPS, signal.SIGINT) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in numbers}
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    try:
+        yield asked
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in before.items():
+            signal.signal(number, handler)

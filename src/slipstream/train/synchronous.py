@@ -44,9 +44,8 @@ from slipstream.pipeline.watched_stage import WatchedStage
 from slipstream.schedule.cutover import Cutover, always
 from slipstream.schedule.timeline import Span
 from slipstream.train import build
-from slipstream.train.engine import AfterUpdate
+from slipstream.train.engine import mesh_groups
 from slipstream.train.own_model import OwnModel
-from slipstream.train.pipelined import mesh_groups
 
 _TORCH: dict[str, Callable[..., Any]] = {
     "1f1b": Schedule1F1B,
@@ -132,11 +131,11 @@ class Synchronous:
         self._group = 0
 
     @property
-    def after_update(self) -> AfterUpdate | None:
+    def after_update(self) -> Callable[[int], None] | None:
         return self._updater.after_update
 
     @after_update.setter
-    def after_update(self, hook: AfterUpdate | None) -> None:
+    def after_update(self, hook: Callable[[int], None] | None) -> None:
         self._updater.after_update = hook
 
     @property

@@ -22,16 +22,14 @@ from slipstream.errors import CheckpointError, HealthError, StageError
 from slipstream.metrics.progress import Show
 from slipstream.metrics.record import Recorder
 from slipstream.train import batches, checkpoint, health
-from slipstream.train.best import Best
 from slipstream.train.board import Board
 from slipstream.train.build import Model
 from slipstream.train.engine import Engine, losses_of
 from slipstream.train.evaluate import validate
-from slipstream.train.profiling import Profiling
 from slipstream.train.reporter import Position, Reporter
 from slipstream.train.sources import Dataset
 from slipstream.train.state import Copier
-from slipstream.train.timeline import Tracing, recorded_from
+from slipstream.train.timeline import Profiling, Tracing, recorded_from
 from slipstream.train.writer import Writer
 
 
@@ -52,7 +50,7 @@ class RunParts:
     reporter: Reporter
     writer: Writer
     monitor: health.Monitor
-    best: Best
+    best: health.Best
     recorder: Recorder | None  # the leader's, as is `show`
     show: Show | None
     meta: dict[str, Any]  # what every checkpoint says of its run
