@@ -7,10 +7,10 @@ import os
 import typer
 
 from slipstream.config import Config, load, to_toml
-from slipstream.config.facts import facts
 from slipstream.config.load import keys
 from slipstream.distributed import started_by_torchrun
 from slipstream.errors import UserError
+from slipstream.train.banner import facts
 from slipstream.train.preflight import prepare
 from slipstream.train.start import start
 

@@ -116,11 +116,10 @@ def next_steps(config: Config) -> str:
     """Where the report is, and what can be done with the run now."""
     folder = Path(config.run.dir)
     saved, text = (folder / "checkpoints").exists(), (folder / TOKENIZER_FILE).exists()
-    own = config.model.module is not None or config.model.hf is not None
     lines = []
     if (folder / "report.html").exists():
         lines.append(f"  {'open':<10} {folder / 'report.html'}")
-    if saved and text and not own:
+    if saved and text and not config.own_model:
         lines.append(f"  {'write':<10} slipstream generate {folder} 'your prompt'")
     if saved:
         lines.append(f"  {'export':<10} slipstream export {folder} {folder}-hf")

@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 
 from slipstream.config import Config
+from slipstream.config.objects import fetch
 from slipstream.metrics.append import Appending
 from slipstream.metrics.progress import Show, step_line
 from slipstream.metrics.record import Recorder
 from slipstream.metrics.throughput import Clock, Meter
 from slipstream.train.board import KEPT_STEPS, Board
 from slipstream.train.engine import Engine
+from slipstream.train.health import Monitor
 
 
 @dataclass(frozen=True)
@@ -90,23 +92,27 @@ class Reporter:
         engine: Engine,
         board: Board,
         meter: Meter,
-        *,
+        monitor: Monitor,
+        warn: Callable[[int, str], None],
         recorder: Recorder | None,
         show: Show | None,
-        log: Path | None,
-        observe: Callable[[int, float, bool], None],
-        callback: Callable[[dict[str, Any]], Any] | None = None,
     ) -> None:
         self._config, self._seat, self._engine, self._board = config, position, engine, board
-        self._meter, self._recorder, self._show, self._observe = meter, recorder, show, observe
-        self._log = Appending(log, config.train.disk_seconds) if log is not None else None
+        self._meter, self._recorder, self._show = meter, recorder, show
+        self._monitor, self._warn = monitor, warn
+        self._log = self._callback = None
+        if position.leader and config.train.callback is not None:
+            self._callback = fetch("train.callback", config.train.callback)
+        elif not position.leader:
+            log = Path(config.run.dir) / "logs" / f"rank-{position.rank}.log"
+            log.parent.mkdir(parents=True, exist_ok=True)
+            self._log = Appending(log, config.train.disk_seconds)
         self._pending: deque[Pending] = deque()
         self._losses: deque[tuple[int, Fetch]] = deque()
         self._stages: list[dict[str, Any]] = []
         self._began = time.perf_counter()
         self.busy: tuple[float, ...] = ()
         self.reported = 0
-        self._callback = callback
         self.stop_asked = False  # by the user's callback
 
     def start(self, step: int) -> None:
@@ -182,7 +188,8 @@ class Reporter:
             self._log.write(f"step {step}  {step_line(event)}\n")
         self.busy = self._meter.busy or self.busy
         self.reported = step
-        self._observe(step, loss, skipped)
+        if (warning := self._monitor.observe(step, loss, skipped)) is not None:
+            self._warn(step, warning)
         if self._callback is not None and self._callback(event):
             self.stop_asked = True
 

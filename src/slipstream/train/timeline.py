@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from slipstream.config import Config
-from slipstream.config.resolve import updates
+from slipstream.config.settings import updates
 from slipstream.metrics.record import Recorder
 from slipstream.schedule.actions import Action, Kind
 from slipstream.schedule.costs import measured_costs
