@@ -5,7 +5,8 @@ The command line prints a `UserError` without a traceback and exits with 2; anyt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 
 
@@ -60,6 +61,12 @@ class LostRankError(StageError):
 
     def __reduce__(self) -> tuple:
         return LostRankError, (str(self), self.ranks)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint to put behind a sentence that says a word is unknown; nothing where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean '{near[0]}'?" if near else ""
 
 
 def install(extra: str) -> str:

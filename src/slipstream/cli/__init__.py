@@ -5,7 +5,6 @@ A command module is imported only when its command is used, so `slipstream --hel
 
 from __future__ import annotations
 
-import difflib
 import errno
 import os
 import signal
@@ -18,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from slipstream import __version__
-from slipstream.errors import StoppedError, UserError
+from slipstream.errors import StoppedError, UserError, did_you_mean
 
 # command -> (module, one line of help). A module holds the function of that name, or several as the typer.Typer `app`.
 COMMANDS = {
@@ -92,8 +91,7 @@ def _dispatch(arguments: list[str]) -> None:
     elif name in COMMANDS:
         command(name)(args=arguments[1:], prog_name=f"slipstream {name}")
     else:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
+        hint = did_you_mean(name, COMMANDS)
         raise UserError(f"There is no command '{name}'.{hint} `slipstream --help` lists the commands.")
 
 

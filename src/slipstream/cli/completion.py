@@ -88,26 +88,20 @@ def _settings(last: str) -> list[str]:
     known = next((one for one in describe() if one.name == key), None)
     values = list(choices.get(key, ()))
     if known is not None and not values:
-        values = (
-            ["true", "false"]
-            if known.type == "bool"
-            else known.type.split(" | ")
-            if " | " in known.type
-            else []
-        )
+        kinds = "true | false" if known.type == "bool" else known.type
+        values = kinds.split(" | ") if " | " in kinds else []
     found = [f"{key}={value}" for value in values if f"{key}={value}".startswith(last)]
     return found or [f"{key}={path}" for path in _paths(last.partition("=")[2])]
 
 
 def _paths(last: str) -> list[str]:
     """Files and folders; a folder ends in a slash."""
-    head, _, tail = last.rpartition("/")
-    place = Path(f"{head}/" if head or last.startswith("/") else ".").expanduser()
+    head, slash, tail = last.rpartition("/")
+    start = head + slash
     try:
-        inside = sorted(place.iterdir())
+        inside = sorted(Path(start or ".").expanduser().iterdir())
     except OSError:
         return []
-    start = f"{head}/" if head or last.startswith("/") else ""
     return [
         f"{start}{path.name}{'/' if path.is_dir() else ''}"
         for path in inside

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from dataclasses import astuple
 
 import typer
 from rich.console import Console
@@ -53,17 +54,8 @@ def config(
             f"No key and no description contains '{search}'.{hint} `slipstream config` lists them all."
         )
     if as_json:
-        rows = [
-            {
-                "key": key.name,
-                "type": key.type,
-                "default": key.default,
-                "meaning": key.meaning,
-                "on_resume": key.reach.value,
-            }
-            for key in found
-        ]
-        print(json.dumps(rows, indent=2))
+        names = ("key", "type", "default", "meaning", "on_resume")  # a StrEnum is its value
+        print(json.dumps([dict(zip(names, astuple(key), strict=True)) for key in found], indent=2))
         return
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from rich.console import Console
 
 from slipstream.config import load
 from slipstream.config.resolve import model_config
-from slipstream.errors import UserError
+from slipstream.errors import UserError, did_you_mean
 from slipstream.models.config_json import read_config
 from slipstream.models.sizes import PRESETS, ModelConfig
 from slipstream.optimizers import default_correction
@@ -127,11 +126,9 @@ def find_model(name: str) -> ModelConfig:
         return model_config(load(path).model)
     if path.exists() or path.suffix == ".json" or "/" in name:
         return read_config(path, to_run=False)
-    near = difflib.get_close_matches(name, PRESETS, n=1)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
     raise UserError(
-        f"There is no model preset '{name}'.{hint} Presets: {', '.join(PRESETS)}; or name a Hugging Face folder, a "
-        "config.json, or the .toml of a run."
+        f"There is no model preset '{name}'.{did_you_mean(name, PRESETS)} Presets: {', '.join(PRESETS)}; or name a "
+        "Hugging Face folder, a config.json, or the .toml of a run."
     )
 
 

@@ -57,9 +57,14 @@ def runs(
     console = Console(highlight=False)
     named = len(places or ()) > 1
     if not diff:
-        console.print(_compared(rows) if named else _listed(rows))
+        figures = {name: [words(row) for row in rows] for name, words in WORDS.items()}
+        console.print(_side_by_side("", rows, figures) if named else _listed(rows))
     if diff or named:
-        console.print(_difference_table(rows, differing) if differing else "The settings are the same.")
+        cells = {
+            key: ["–" if value is None else escape(json.dumps(value)) for value in values]
+            for key, values in differing.items()
+        }
+        console.print(_side_by_side("setting", rows, cells) if differing else "The settings are the same.")
 
 
 def report(
@@ -177,21 +182,11 @@ def _listed(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _compared(rows: list[dict[str, Any]]) -> Table:
+def _side_by_side(head: str, rows: list[dict[str, Any]], lines: dict[str, list[str]]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column("")
+    table.add_column(head, no_wrap=True)
     for row in rows:
         table.add_column(escape(row["run"]), overflow="fold")
-    for name, words in WORDS.items():
-        table.add_row(name, *(words(row) for row in rows))
-    return table
-
-
-def _difference_table(rows: list[dict[str, Any]], differing: dict[str, list[Any]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column("setting", no_wrap=True)
-    for row in rows:
-        table.add_column(escape(row["run"]), overflow="fold")
-    for key, values in differing.items():
-        table.add_row(key, *("–" if value is None else escape(json.dumps(value)) for value in values))
+    for name, cells in lines.items():
+        table.add_row(name, *cells)
     return table

@@ -65,6 +65,5 @@ def _instead(option: str) -> str:
     if near := next((key for key in keys() if name in (key, key.rpartition(".")[2])), None):
         return f"A setting is written without dashes: {near}=VALUE."
     return (
-        "There are --dry-run, --quiet and --help; settings are written KEY=VALUE, and `slipstream config` lists "
-        "them."
+        "There are --dry-run, --quiet and --help; settings are KEY=VALUE, and `slipstream config` lists them."
     )

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from slipstream.config.settings import Config
-from slipstream.errors import ConfigError, UserError
+from slipstream.errors import ConfigError, UserError, did_you_mean
 from slipstream.formats import parse_toml
 
 
@@ -120,15 +120,12 @@ def _explain(item: Any) -> str:
     while key not in known and "." in key:  # a union adds the name of each alternative
         key = key.rpartition(".")[0]
     if item["type"] == "literal_error":
-        return f"{key} = {item['input']!r} is not one of {item['ctx']['expected']}.{_near_value(item)}"
+        expected = item["ctx"]["expected"]
+        choices = [choice.strip(" '") for choice in expected.replace(" or ", ", ").split(",")]
+        hint = did_you_mean(str(item["input"]), choices)
+        return f"{key} = {item['input']!r} is not one of {expected}.{hint}"
     message = item["msg"][0].lower() + item["msg"][1:]
     return f"{key} = {item['input']!r}: {message}."
-
-
-def _near_value(item: Any) -> str:
-    choices = [choice.strip(" '") for choice in item["ctx"]["expected"].replace(" or ", ", ").split(",")]
-    near = difflib.get_close_matches(str(item["input"]), choices, n=1)
-    return f" Did you mean '{near[0]}'?" if near else ""
 
 
 def _unknown(key: str) -> str:

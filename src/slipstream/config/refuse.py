@@ -148,20 +148,17 @@ def _layers(config: Config, model: ModelConfig) -> Iterator[str]:
         bounds = pipeline.boundaries
         if len(bounds) != modules - 1:
             yield (
-                f"pipeline.boundaries = {bounds} names {len(bounds)} boundaries; {modules} stage modules "
-                "need "
+                f"pipeline.boundaries = {bounds} names {len(bounds)} boundaries; {modules} stage modules need "
                 f"{modules - 1}. List the first layer of each stage but the first."
             )
         elif any(a >= b for a, b in zip([0, *bounds], [*bounds, model.layers], strict=True)):
             yield (
-                f"pipeline.boundaries = {bounds} must rise strictly between 0 and {model.layers} (the "
-                "layers)."
+                f"pipeline.boundaries = {bounds} must rise strictly between 0 and {model.layers} (the layers)."
             )
     elif modules > model.layers:
         yield (
-            f"{model.layers} layers cannot fill {modules} stage modules "
-            f"({pipeline.stages} stages, {config.chunks} per rank). Set pipeline.stages to at most "
-            f"{model.layers // config.chunks}."
+            f"{model.layers} layers cannot fill {modules} stage modules ({pipeline.stages} stages, {config.chunks} "
+            f"per rank). Set pipeline.stages to at most {model.layers // config.chunks}."
         )
 
 
@@ -192,9 +189,8 @@ def _pipeline(config: Config) -> Iterator[str]:
         )
     if pipeline.schedule != "emulate" and pipeline.delay != 1:
         yield (
-            f"pipeline.delay = {pipeline.delay} cannot take effect: pipeline.schedule = "
-            f"'{pipeline.schedule}' has "
-            f"a delay of {0 if config.synchronous else 1}. Set pipeline.schedule=emulate for other delays."
+            f"pipeline.delay = {pipeline.delay} cannot take effect: pipeline.schedule = '{pipeline.schedule}' has a "
+            f"delay of {0 if config.synchronous else 1}. Set pipeline.schedule=emulate for other delays."
         )
     yield from _cutover(config)
     if pipeline.schedule != "emulate" and pipeline.mismatch != 0:
@@ -233,8 +229,7 @@ def _pipeline(config: Config) -> Iterator[str]:
         )
     if pipeline.microbatch_size % pipeline.data_ranks:
         yield (
-            f"pipeline.microbatch_size = {pipeline.microbatch_size} cannot be shared by "
-            "pipeline.data_ranks = "
+            f"pipeline.microbatch_size = {pipeline.microbatch_size} cannot be shared by pipeline.data_ranks = "
             f"{pipeline.data_ranks}. Make it a multiple."
         )
 

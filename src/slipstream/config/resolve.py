@@ -6,11 +6,10 @@ m is a setting, never derived from the stages: the trajectory must not depend on
 from __future__ import annotations
 
 import dataclasses
-import difflib
 
 from slipstream.config.refuse import refused
 from slipstream.config.settings import Config, ModelSettings
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, did_you_mean
 from slipstream.models.sizes import PRESETS, ModelConfig
 from slipstream.optimizers import default_correction
 
@@ -63,8 +62,7 @@ def overridable(model: ModelConfig) -> list[str]:
 
 def _model(settings: ModelSettings, problems: list[str]) -> ModelConfig | None:
     if settings.preset not in PRESETS:
-        near = difflib.get_close_matches(settings.preset, PRESETS, n=1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
+        hint = did_you_mean(settings.preset, PRESETS)
         problems.append(f"model.preset = '{settings.preset}' is not one of {', '.join(PRESETS)}.{hint}")
         return None
     try:

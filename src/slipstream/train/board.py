@@ -1,8 +1,7 @@
 """A notice board for the ranks of a run: small values posted under a key, read when they are there.
 
-Stages of an asynchronous pipeline are never at the same place, so nothing here is a collective: the last
-stage posts the loss of a step, anyone reads it when it gets round to it, and no rank waits inside the
-training loop. Built on the key-value store the process group already has; one process alone keeps a dict.
+Stages of an asynchronous pipeline are never at the same place, so nothing here is a collective. Built on the key-value
+store the process group already has; one process alone keeps a dict.
 """
 
 from __future__ import annotations

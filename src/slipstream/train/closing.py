@@ -60,11 +60,13 @@ def close(parts: RunParts, outcome: Outcome) -> None:
     better = outcome.validation_loss < entropy
     show.note(
         f"Validation loss {outcome.validation_loss:.4f}, {'against' if better else 'which does not beat'} "
-        f"{entropy:.4f} "
-        "for guessing every token by its frequency (nats per token; lower is better).",
+        f"{entropy:.4f} for guessing every token by its frequency (nats per token; lower is better).",
         "bold green" if better else "bold yellow",
     )
-    _say_speed(show, parts.reporter.busy)
+    busy = parts.reporter.busy
+    if len(busy) > 1:
+        shares = ", ".join(f"stage {stage} {share:.0%}" for stage, share in enumerate(busy))
+        show.note(f"Busy: {shares}; the slowest is stage {busy.index(max(busy))}.")
     show.note(next_steps(config))
 
 
@@ -104,9 +106,8 @@ def record_failure(parts: RunParts, error: Exception) -> None:
 def say_finished(config: Config, step: int) -> None:
     show, folder = Show(step), Path(config.run.dir)
     show.note(
-        f"This run is finished: {step} steps. To train on, set train.steps={2 * step} (say); to begin "
-        "another, set another "
-        f"run.dir, or run.fork_from={folder}.",
+        f"This run is finished: {step} steps. To train on, set train.steps={2 * step} (say); to begin another, set "
+        f"another run.dir, or run.fork_from={folder}.",
         "bold",
     )
     show.note(next_steps(config))
@@ -130,10 +131,3 @@ def next_steps(config: Config) -> str:
     if config.data.path is None and config.data.module is None:
         lines.append(f"  {'own text':<10} slipstream data prepare YOUR_FOLDER --out shards")
     return "\n".join(["Next:", *lines, f"Everything the run wrote is in {folder}."])
-
-
-def _say_speed(show: Show, busy: tuple[float, ...]) -> None:
-    if len(busy) > 1:
-        slowest = max(range(len(busy)), key=lambda stage: busy[stage])
-        shares = ", ".join(f"stage {stage} {share:.0%}" for stage, share in enumerate(busy))
-        show.note(f"Busy: {shares}; the slowest is stage {slowest}.")

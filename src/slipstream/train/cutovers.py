@@ -1,7 +1,6 @@
 """The cutover of a run: decided when the run is made, kept with it, the same after a resume into another P.
 
-It is a part of the trajectory, as m is: nothing here looks at a clock. A run of before there was a choice had all its
-microbatches old, and goes on so.
+A run of before there was a choice had all its microbatches old, and goes on so.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The logits of the next token, one token after another: keys and values of what came before are kept.
 
-The arithmetic is the model's own (`models/llama.py`), one row at a time: row t of layer l sees the keys and
-values of rows 0 ... t, which never change once computed. Invariant: `feed(a)` then `feed(b)` ends with the logits
-that the model gives the last token of a + b, to rounding.
+Invariant: `feed(a)` then `feed(b)` ends with the logits that the model gives the last token of a + b, to rounding.
 
 Shapes: T tokens fed at once, H query heads, K key-value heads, h head width.
 """

@@ -1,9 +1,7 @@
 """Ranks that are lost and come back: the run goes on from its newest state, with the stages that are left.
 
-The trajectory does not depend on the number of stages, so nothing has to be waited for: a place whose process does not
-come up is left out, the others train on as a shorter pipeline, and when the place is back the run is asked to stop and
-save, and goes on as the longer one. Invariant: places change between starts only; what is made of a start is decided
-by its leader, from what the run folder holds (`folder.plan`).
+The trajectory does not depend on the number of stages, so nothing has to be waited for. Invariant: places change
+between starts only; what is made of a start is decided by its leader, from what the run folder holds (`folder.plan`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Validation at the master, and the number it is measured against.
 
-The loss is the mean over the same first tokens of the validation split every time. Invariant: nothing here
-changes the trajectory: the pipeline is drained, the master is read, and the next group reads the bank it
-would have read anyway.
+Invariant: nothing here changes the trajectory: the next group reads the bank it would have read anyway.
 """
 
 from __future__ import annotations

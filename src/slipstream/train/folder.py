@@ -226,9 +226,8 @@ def _begin(folder: Path, config: Config, new: Plan, notes: list[str]) -> Plan:
     manifest = checkpoint.verify(path)
     if manifest.step >= config.train.steps:
         raise UserError(
-            f"run.fork_from is at step {manifest.step}; train.steps = {config.train.steps} leaves nothing "
-            "to do. "
-            "Set train.steps higher."
+            f"run.fork_from is at step {manifest.step}; train.steps = {config.train.steps} leaves nothing to do. Set "
+            "train.steps higher."
         )
     stored = from_tree(manifest.says("config", dict))
     config = cutovers.with_cutover(config, stored)
@@ -288,14 +287,12 @@ def _check_same_run(folder: Path, config: Config, manifest: checkpoint.Manifest,
         lines = "\n".join(f"  - {change}" for change in refused)
         if [getattr(change, "name", "") for change in refused] == ["train.steps"]:
             raise UserError(
-                f"'{folder}' holds a run of {stored.train.steps} steps (it is at step {manifest.step}); it "
-                "cannot become "
-                f"shorter. Set train.steps={stored.train.steps} or more, or another run.dir."
+                f"'{folder}' holds a run of {stored.train.steps} steps (it is at step {manifest.step}); it cannot "
+                f"become shorter. Set train.steps={stored.train.steps} or more, or another run.dir."
             )
         hint = " To change the schedule at a checkpoint set run.switch=true." if switched else ""
         raise UserError(
-            f"'{folder}' holds another run (step {manifest.step}); resuming it like this would change "
-            f"it:\n{lines}\n"
+            f"'{folder}' holds another run (step {manifest.step}); resuming it like this would change it:\n{lines}\n"
             f"Use the same settings, another run.dir, or run.fork_from={folder}.{hint}"
         )
     notes = [extension(stored, config, manifest.step)] if longer else []
@@ -311,11 +308,9 @@ def extension(stored: Config, config: Config, step: int) -> str:
     if abs(before - after) < 0.005:
         return text + f"The learning rate goes on at {after:.0%} of its peak."
     return text + (
-        f"The learning rate is that of a {config.optim.schedule} schedule over all {config.train.steps} "
-        "steps from here on: "
-        f"it goes from {before:.0%} to {after:.0%} of its peak at step {step}, so the result is not that of "
-        "a run that was "
-        f"{config.train.steps} steps long from its start."
+        f"The learning rate is that of a {config.optim.schedule} schedule over all {config.train.steps} steps from "
+        f"here on: it goes from {before:.0%} to {after:.0%} of its peak at step {step}, so the result is not that of "
+        f"a run that was {config.train.steps} steps long from its start."
     )
 
 

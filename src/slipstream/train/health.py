@@ -146,10 +146,8 @@ def divergence(
         for what, value in own.items():
             if not what.startswith("tied/") and first.get(what) != value:
                 return (
-                    f"Silent divergence at step {step}: the {what} of stage {rank % stages} differs "
-                    "between data rank "
-                    f"0 and data rank {rank // stages}. The run was stopped; earlier checkpoints are "
-                    "untouched."
+                    f"Silent divergence at step {step}: the {what} of stage {rank % stages} differs between data rank "
+                    f"0 and data rank {rank // stages}. The run was stopped; earlier checkpoints are untouched."
                 )
     tied: dict[str, dict[str, str]] = {}  # what -> checksum -> one holder
     for rank, own in posts.items():
@@ -161,8 +159,7 @@ def divergence(
         if len(values) > 1:
             holders = " and ".join(values.values())
             return (
-                f"Silent divergence at step {step}: the tied embedding in the {what} differs between "
-                f"{holders}. "
-                "The run was stopped; earlier checkpoints are untouched."
+                f"Silent divergence at step {step}: the tied embedding in the {what} differs between {holders}. The "
+                "run was stopped; earlier checkpoints are untouched."
             )
     return None

@@ -60,9 +60,8 @@ class OwnModel:
         wrong = next((layer for layer in layers if not isinstance(layer, nn.Module)), None)
         if wrong is not None or not layers:
             raise UserError(
-                f"{self.key} = '{self.place}' returned {type(made).__name__} with {type(wrong).__name__} "
-                "in it. Return "
-                "an nn.Sequential, a list of nn.Modules, or one nn.Module."
+                f"{self.key} = '{self.place}' returned {type(made).__name__} with {type(wrong).__name__} in it. "
+                "Return an nn.Sequential, a list of nn.Modules, or one nn.Module."
             )
         self._mark_head(layers[-1])
         return layers
@@ -108,8 +107,7 @@ class OwnModel:
         if count > len(self.layers):
             hint = "Return its layers as a list, or set" if self.whole else "Set"
             raise UserError(
-                f"{self.key} = '{self.place}' has {len(self.layers)} layer{'s' * (len(self.layers) > 1)}, "
-                "too few for "
+                f"{self.key} = '{self.place}' has {len(self.layers)} layer{'s' * (len(self.layers) > 1)}, too few for "
                 f"{count} stages. {hint} pipeline.stages={len(self.layers)}."
             )
         return balanced(self._weights(), count)

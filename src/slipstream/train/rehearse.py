@@ -1,7 +1,4 @@
-"""A run made short and given random tokens: all of its code, none of its data.
-
-For whatever must happen once before the real runs, such as compiling. Shapes, optimizer and delay are the run's.
-"""
+"""A run made short and given random tokens: all of its code, none of its data. For compiling before the real runs."""
 
 from __future__ import annotations
 

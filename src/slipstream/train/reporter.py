@@ -1,9 +1,7 @@
 """From finished steps to events, progress and logs, without ever holding up the pipeline.
 
-The loss is known on the last stage, the norm on every stage, each at its own time. Every rank keeps the
-steps it has submitted until both are there and then reports them in order: the leader into events.jsonl and
-onto the terminal, the others into logs/rank-K.log. A loss is on its way from the device as soon as it is
-submitted and is posted when it has arrived.
+The loss is known on the last stage, the norm on every stage, each at its own time. Every rank keeps the steps it has
+submitted until both are there and then reports them in order.
 """
 
 from __future__ import annotations

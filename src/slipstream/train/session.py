@@ -1,7 +1,6 @@
-"""One rank of a run from start to end: agree on what to do, train, say what was made.
+"""One rank of a run from start to end: a worker of this command, torchrun's, or the one process of the emulator.
 
-The same `run_rank` serves the workers this command starts, torchrun's ranks, and the one process of the
-emulator. Rank 0 is the leader: it alone decides (`folder.plan`), writes events and commits checkpoints.
+Rank 0 is the leader: it alone decides (`folder.plan`), writes events and commits checkpoints.
 """
 
 from __future__ import annotations
@@ -56,9 +55,7 @@ def run_rank(
     with stop_signals(told) as asked, folders.disk_errors(Path(config.run.dir)), ExitStack() as held:
         for attempt in itertools.count():
             own_board = board.under(f"attempt-{attempt}")
-            if position.leader and attempt == 0:
-                _lock(config, own_board, held)
-            plan = _agree_on_plan(asked_for, config, position, data, own_board, rolled)
+            plan = _agree_on_plan(asked_for, config, position, data, own_board, rolled, held)
             if plan.finished:
                 if position.leader:
                     closing.say_finished(config, plan.step)
@@ -118,14 +115,6 @@ def _attempt(
     return outcome
 
 
-def _lock(config: Config, board: Board, held: ExitStack) -> None:
-    try:
-        held.enter_context(folders.lock(Path(config.run.dir)))
-    except UserError as error:
-        board.post("plan", {"error": str(error)})
-        raise
-
-
 def _agree_on_plan(
     asked_for: Config,
     config: Config,
@@ -133,17 +122,18 @@ def _agree_on_plan(
     data: Path | None,
     board: Board,
     rolled: Rollback | None,
+    held: ExitStack,
 ) -> Plan:
     """The leader decides; the others take its word."""
     folder = Path(config.run.dir)
     if position.leader:
         try:
+            if rolled is None:
+                held.enter_context(folders.lock(folder))
             train_data, valid_data = datasets(config, data)
             if rolled is not None:
                 checkpoint.forget_from(folders.checkpoints(folder), rolled.failed_at)
-            with beating(
-                board, "planning"
-            ):  # large checkpoints, and data seen for the first time, take a while
+            with beating(board, "planning"):  # large checkpoints, and new data, take a while
                 contents = {"training": train_data.contents(), "validation": valid_data.contents()}
                 plan = folders.plan(folder, asked_for, train_data.fingerprint(), contents)
                 notes = cutovers.waits(cutovers.decided(config, plan.cutover))

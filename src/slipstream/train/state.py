@@ -1,9 +1,8 @@
-"""A state tree on disk: tensors as safetensors, everything else as JSON. Invariant: nothing is ever
-unpickled.
+"""A state tree on disk: tensors as safetensors, everything else as JSON. Invariant: nothing is ever unpickled.
 
-A tree is nested dicts with string keys whose leaves are tensors, numbers, strings, booleans, None, or lists
-of those. Each leaf tensor is stored under its path ("optimizer/layers.0.mlp.up.weight/exp_avg") and the JSON
-tree keeps {"$tensor": path} in its place. A piece is one such pair of files, written by one rank.
+A tree is nested dicts with string keys. Each leaf tensor is stored under its path
+("optimizer/layers.0.mlp.up.weight/exp_avg") and the JSON tree keeps {"$tensor": path} in its place. A piece is one such
+pair of files, written by one rank.
 """
 
 from __future__ import annotations

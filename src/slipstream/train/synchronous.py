@@ -1,14 +1,11 @@
 """Torch's own synchronous schedules with our update, as the training loop drives them.
 
-The forwards and backwards are torch's classes; the update is the engine's (`pipeline/update.py`, delay 0),
-so that clipping over all stages, tied weights, data parallelism, skipping and checkpoints are the same as
-under 2BW:
+The forwards and backwards are torch's classes; the update is the engine's (`pipeline/update.py`, delay 0):
 
     z_{g+1} = Optimizer(z_g, state, G_g),   G_g the mean gradient at z_g
 
 The loss is divided by m before the backward, as the engine does, and where the banks are narrower than the master each
 microbatch's gradient is added to a wide sum, so the gradients are those of `delay=0` in the emulator, bit for bit.
-Validation is at the master, along the same placement.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The measured timeline of a few groups, as one event: what each stage did and when, beside its typical costs.
-
-The event's `predicted` holds the costs a simulator needs to lay its prediction over the measurement.
+"""A few groups as they were: our own timeline as one event, with the costs a simulator needs to predict it, and a
+trace by torch's profiler.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The training loop, top to bottom. It knows groups, steps and checkpoints; engines know how they are
-computed.
+"""The training loop, top to bottom. Update g is step g + 1.
 
-Update g is step g + 1. The loop submits groups; losses, norms and checkpoints of a group come when they come
-(`reporter.py`, `writer.py`), and nothing in the loop waits for another rank except where the pipeline is
-drained.
+Losses, norms and checkpoints of a group come when they come (`reporter.py`, `writer.py`), and nothing in the loop waits
+for another rank except where the pipeline is drained.
 """
 
 from __future__ import annotations
@@ -107,7 +105,9 @@ def train(
             saver.save(step)
         loss = None
         if reason == "finished":
-            loss = _last_validation(parts, saver, step, ended_early)
+            loss = _validate(parts, step, silently=ended_early)
+            if not ended_early and parts.best.see(step, loss) and config.checkpoint.best:
+                saver.keep_best(step)  # that state was saved before its loss was known
         parts.writer.finish()
     return Outcome(step, reason, loss, parts.monitor.failed_at if reason == "rollback" else None)
 
@@ -155,14 +155,6 @@ def _validated(parts: RunParts, saver: _Saver, step: int) -> bool:
     return False
 
 
-def _last_validation(parts: RunParts, saver: _Saver, step: int, known: bool) -> float:
-    """The loss of the last state. Where it is the best one, that state was saved before this was known."""
-    loss = _validate(parts, step, silently=known)
-    if not known and parts.best.see(step, loss) and parts.config.checkpoint.best:
-        saver.keep_best(step)
-    return loss
-
-
 class _Saver:
     """What happens at update boundaries, on each rank when it passes them: snapshots and hashes."""
 
@@ -177,7 +169,8 @@ class _Saver:
         step, config = group + 1, self._parts.config
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             self.save(step)
-        if self._comparable and config.health.hash_every and step % config.health.hash_every == 0:
+        comparable = self._parts.position.data_ranks > 1 or bool(self._parts.tied)
+        if comparable and config.health.hash_every and step % config.health.hash_every == 0:
             state = self._parts.engine.capture()
             self._parts.board.post(
                 f"hash/{step}/{self._parts.position.rank}", health.fingerprint(state, self._parts.tied)
@@ -222,10 +215,6 @@ class _Saver:
             )
             if problem is not None:
                 raise StageError(problem)
-
-    @property
-    def _comparable(self) -> bool:
-        return self._parts.position.data_ranks > 1 or bool(self._parts.tied)
 
 
 def _agree_on_reason(parts: RunParts, step: int) -> str:

@@ -1,9 +1,8 @@
 """Checkpoints written behind the training loop's back, by one thread per rank.
 
-Each rank's thread writes its own piece; the leader's thread then waits for all pieces and for the step events
-up to that step, and commits. Invariant: `commit` happens after every event up to its step is in
-events.jsonl, so cutting the log back to a checkpoint on resume never loses a step. A failed attempt (a full
-disk, a lost rank) removes its own draft, is reported, and leaves every earlier checkpoint alone.
+Invariant: the leader commits when every piece is there and every event up to that step is in events.jsonl, so cutting
+the log back on resume never loses a step. A failed attempt (a full disk, a lost rank) removes its own draft, is
+reported, and leaves every earlier checkpoint alone.
 """
 
 from __future__ import annotations
