@@ -1,4 +1,4 @@
-"""A Python object of the user's own: "package.module:name" or "path/file.py:name"; the working folder is searched too."""
+"""A Python object of the user's own: "package.module:name" or "path/file.py:name"; also of the working folder."""
 
 from __future__ import annotations
 

@@ -38,7 +38,6 @@ from slipstream.train.writer import Leader, Writer
 
 
 def position_of(config: Config, world: World | None) -> Position:
-    """This process among the ranks of the run."""
     stages = config.pipeline.stages
     assert stages is not None
     if world is None:

@@ -14,7 +14,6 @@ from slipstream.train.preflight import cpu_only
 
 
 def banner(config: Config) -> str:
-    """Of a resolved run."""
     pipeline, train, optim = config.pipeline, config.train, config.optim
     total = train.steps * config.tokens_per_step
     device = "cpu" if cpu_only() else "a GPU if there is one, else cpu"

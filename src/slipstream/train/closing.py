@@ -117,17 +117,14 @@ def next_steps(config: Config) -> str:
     """Where the report is, and what can be done with the run now."""
     folder = Path(config.run.dir)
     saved, text = (folder / "checkpoints").exists(), (folder / TOKENIZER_FILE).exists()
-    lines = []
-    if (folder / "report.html").exists():
-        lines.append(f"  {'open':<10} {folder / 'report.html'}")
-    if saved and text and not config.own_model:
-        lines.append(f"  {'write':<10} slipstream generate {folder} 'your prompt'")
-    if saved:
-        lines.append(f"  {'export':<10} slipstream export {folder} {folder}-hf")
-        lines.append(
-            f"  {'train on':<10} slipstream train {folder}/config.toml train.steps={2 * config.train.steps}"
-        )
-    lines.append(f"  {'compare':<10} slipstream runs {folder.parent}")
-    if config.data.path is None and config.data.module is None:
-        lines.append(f"  {'own text':<10} slipstream data prepare YOUR_FOLDER --out shards")
+    offers = {
+        "open": ((folder / "report.html").exists(), f"{folder / 'report.html'}"),
+        "write": (saved and text and not config.own_model, f"slipstream generate {folder} 'your prompt'"),
+        "export": (saved, f"slipstream export {folder} {folder}-hf"),
+        "train on": (saved, f"slipstream train {folder}/config.toml train.steps={2 * config.train.steps}"),
+        "compare": (True, f"slipstream runs {folder.parent}"),
+        "own text": (config.data.path is None and config.data.module is None,
+                     "slipstream data prepare YOUR_FOLDER --out shards"),
+    }  # fmt: skip
+    lines = [f"  {name:<10} {words}" for name, (offered, words) in offers.items() if offered]
     return "\n".join(["Next:", *lines, f"Everything the run wrote is in {folder}."])

@@ -168,6 +168,5 @@ def _growing(
 
 
 def newest_step(config: Config) -> int | None:
-    """Of the checkpoints in the run folder."""
     steps = (Path(config.run.dir) / "checkpoints").glob("step-*")
     return max((int(path.name[5:]) for path in steps if path.name[5:].isdigit()), default=None)

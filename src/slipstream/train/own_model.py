@@ -74,7 +74,6 @@ class OwnModel:
         return [weight(layer) for layer in self.layers]
 
     def describe(self) -> dict[str, Any]:
-        """For checkpoints."""
         return {"module": self.place, "vocab": self.vocab, "layers": len(self.layers), "whole": self.whole}
 
     def stages(self, config: Config, count: int, indices: list[int], device: torch.device) -> list[nn.Module]:

@@ -81,8 +81,6 @@ class Fetch:
 
 
 class Reporter:
-    """One per rank."""
-
     def __init__(
         self,
         config: Config,

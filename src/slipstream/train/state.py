@@ -135,12 +135,13 @@ def write_piece(folder: Path, name: str, tree: dict[str, Any]) -> dict[str, Dige
     try:
         save_file(_unshared(tensors), weights)
         sync(weights)
-        digests = {weights.name: digest(weights)}
+        stored = digest(weights)
         draft = folder / f".{name}.json"
-        draft.write_text(json.dumps({"tree": scalars, "files": _plain(digests)}), encoding="utf-8")
+        about = {"tree": scalars, "files": {weights.name: asdict(stored)}}
+        draft.write_text(json.dumps(about), encoding="utf-8")
         sync(draft)
         draft.rename(text)
-        return digests | {text.name: digest(text)}
+        return {weights.name: stored, text.name: digest(text)}
     except (OSError, SafetensorError) as error:
         weights.unlink(missing_ok=True)
         raise CheckpointError(f"'{weights}' could not be written: {error}.") from error
@@ -163,16 +164,11 @@ def digest(path: Path) -> Digest:
 
 
 def sync(path: Path) -> None:
-    """Force a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _plain(digests: dict[str, Digest]) -> dict[str, Any]:
-    return {name: asdict(value) for name, value in digests.items()}
 
 
 def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -106,22 +106,19 @@ class Writer:
 
     def _work(self) -> None:
         try:
-            self._write_all()
+            while (job := self._jobs.get()) is not None:
+                step, tree, meta = job
+                try:
+                    self._save(step, tree, meta)
+                    self._last_failure = None
+                except CheckpointError as error:
+                    self._last_failure = error
+                    if self._closed.is_set():
+                        return
+                    text = f"Checkpoint of step {step} failed: {error} Earlier checkpoints are untouched."
+                    self.failed(step, text)
         except Exception as error:
             self._broken = error
-
-    def _write_all(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            step, tree, meta = job
-            try:
-                self._save(step, tree, meta)
-                self._last_failure = None
-            except CheckpointError as error:
-                self._last_failure = error
-                if self._closed.is_set():
-                    return
-                text = f"Checkpoint of step {step} failed: {error} Earlier checkpoints are untouched."
-                self.failed(step, text)
 
     def _save(self, step: int, given: Snapshot | dict[str, Any], meta: dict[str, Any]) -> None:
         tree: dict[str, Any] = given.complete() if isinstance(given, Snapshot) else given
