@@ -12,11 +12,11 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import typer
 
 import pages
 from pages import PAGES, ROOT
 from slipstream.cli import COMMANDS
+from slipstream.cli import command as command_of
 from slipstream.config import describe, load
 from slipstream.config.load import from_tree
 
@@ -63,7 +63,7 @@ def test_commands_exist(page):
         if not words or words[0] in ("COMMAND", "--help"):
             continue
         assert words[0] in COMMANDS, line
-        command = typer.main.get_command(import_module(COMMANDS[words[0]][0]).app)
+        command = command_of(words[0])
         command = getattr(command, "commands", {}).get(next(iter(words[1:]), ""), command)
         known = {name for parameter in command.params for name in parameter.opts + parameter.secondary_opts}
         wrong = [

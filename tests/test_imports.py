@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
         "distributed",
         "config",
         "schedule",
+        "optimizers",
         "errors",
         "torch_private",
     },

@@ -13,7 +13,7 @@ from slipstream.errors import UserError
 from slipstream.models.loss import TokenLoss
 from slipstream.models.sizes import ModelConfig
 from slipstream.models.stages import build_model, build_stage, split
-from slipstream.train.pipelined import tied_names
+from slipstream.train.engine import tied_names
 
 DENSE = ModelConfig(vocab=61, dim=32, layers=4, heads=4, kv_heads=2, ffn=40)
 ROUTED = replace(

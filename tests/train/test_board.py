@@ -7,13 +7,13 @@ import pytest
 import torch.distributed as dist
 
 from slipstream.errors import StageError
-from slipstream.train.board import SharedBoard, beating
+from slipstream.train.board import Board, beating
 
 
 def test_a_rank_that_is_seen_to_work_is_waited_for():
     """Verifying a large checkpoint took longer than the timeout, and the others gave up."""
     store = dist.HashStore()
-    leader, other = (SharedBoard(store, timeout_seconds=0.5) for _ in range(2))
+    leader, other = (Board(store, timeout_seconds=0.5) for _ in range(2))
 
     def plan():
         with beating(leader, "planning", every_seconds=0.05):
@@ -27,7 +27,7 @@ def test_a_rank_that_is_seen_to_work_is_waited_for():
 
 
 def test_a_rank_that_is_silent_is_not():
-    board = SharedBoard(dist.HashStore(), timeout_seconds=0.2)
+    board = Board(dist.HashStore(), timeout_seconds=0.2)
     with pytest.raises(StageError, match="No rank posted plan within"):
         board.wait("plan", beat="planning")
 
@@ -52,9 +52,9 @@ class Stopped:
 @pytest.mark.parametrize("question", ["read", "post", "remove"])
 def test_a_store_that_does_not_answer_is_given_up(question):
     """Rank 0 keeps the store: where it was stopped, the others asked it for ever."""
-    board = SharedBoard(dist.HashStore(), timeout_seconds=0.3)
+    board = Board(dist.HashStore(), timeout_seconds=0.3)
     board.post("own", 1)
-    board._plain = stopped = Stopped()
+    board._store = stopped = Stopped()
     with pytest.raises(StageError, match=r"Rank 0, which keeps .* gave no answer within 0\.3 s"):
         {
             "read": lambda: board.read("loss"),

@@ -9,6 +9,7 @@ import torch
 
 from slipstream.data.tokenizer import Tokenizer
 from slipstream.errors import UserError
+from slipstream.models.config_json import read_config
 from slipstream.models.sizes import ModelConfig
 from slipstream.models.stages import build_model, build_stage
 from slipstream.train import export
@@ -63,7 +64,7 @@ def test_a_folder_written_by_transformers_reads_back(name, tmp_path):
     export.export(dict(scrambled(config).named_parameters()), config, tmp_path / "ours", sequence=64)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
-    read = export.read_config(tmp_path / "theirs")
+    read = read_config(tmp_path / "theirs")
     assert (read.tied, read.rope_theta, read.experts, read.qk_norm) == (
         config.tied,
         config.rope_theta,
@@ -83,7 +84,7 @@ def test_weights_survive_the_round_trip_bit_for_bit_and_load_into_stages(tmp_pat
     model = scrambled(config)
     export.export(dict(model.named_parameters()), config, tmp_path / "out")
     assert (tmp_path / "out/model.safetensors.index.json").exists()
-    state = export.read_weights(tmp_path / "out", export.read_config(tmp_path / "out"))
+    state = export.read_weights(tmp_path / "out", read_config(tmp_path / "out"))
     for name, tensor in model.named_parameters():
         assert torch.equal(state[name], tensor)
     last = build_stage(config, 2, 3, embedding=False, head=True, seed=0)
@@ -129,7 +130,7 @@ def test_what_cannot_be_exported_or_read_is_refused_by_name(tmp_path):
     ):
         (tmp_path / "b/config.json").write_text(json.dumps(described | change))
         with pytest.raises(UserError, match=message):
-            export.read_config(tmp_path / "b")
+            read_config(tmp_path / "b")
     (tmp_path / "b/config.json").write_text(json.dumps(described))
     (tmp_path / "b/model.safetensors").write_bytes(b"not a tensor file")
     with pytest.raises(UserError, match="cannot be read"):

@@ -9,8 +9,8 @@ import pytest
 
 from slipstream.errors import UserError
 from slipstream.train import checkpoint
-from slipstream.train.best import Best
 from slipstream.train.folder import extension
+from slipstream.train.health import Best
 
 EMULATE = "pipeline.schedule=emulate"
 

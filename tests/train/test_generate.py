@@ -13,8 +13,7 @@ from slipstream.data.tokenizer import Tokenizer
 from slipstream.errors import UserError
 from slipstream.models.sizes import PRESETS
 from slipstream.models.stages import build_model
-from slipstream.train.decode import Decoder
-from slipstream.train.generate import Trained, sample, write
+from slipstream.train.generate import Decoder, Trained, sample, write
 
 TOKENS = torch.randint(0, 97, (24,), generator=torch.Generator().manual_seed(3)).tolist()
 

@@ -131,7 +131,7 @@ def test_a_rollback_skips_the_data(runs, poisoned, monkeypatch):
 
 
 def test_a_rollback_leaves_no_engine_behind(runs, poisoned, monkeypatch):
-    made, build = [], assemble._engine
+    made, build = [], assemble.engine_of
 
     def engine(*arguments):
         assert not any(earlier() for earlier in made), "two engines at once"
@@ -139,7 +139,7 @@ def test_a_rollback_leaves_no_engine_behind(runs, poisoned, monkeypatch):
         made.append(weakref.ref(new))
         return new
 
-    monkeypatch.setattr(assemble, "_engine", engine)
+    monkeypatch.setattr(assemble, "engine_of", engine)
     gc.disable()  # else a collection might happen to come in time
     try:
         runs.train("run", "pipeline.schedule=emulate", "health.max_skipped=2", "health.rollback=true")

@@ -32,7 +32,7 @@ from slipstream.distributed import RankPool, World
 from slipstream.errors import UserError
 from slipstream.train import batches
 from slipstream.train.assemble import assemble, position_of
-from slipstream.train.board import SharedBoard
+from slipstream.train.board import Board
 from slipstream.train.engine import losses_of
 from slipstream.train.folder import Plan
 from slipstream.train.sources import data_folder
@@ -88,7 +88,7 @@ def _assembled(config: Config, world: World, name: str) -> Iterator[RunParts]:
     folder.mkdir(parents=True, exist_ok=True)
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})})
     plan = Plan(0, None, False, False, 0, "not recorded", f"overhead-{name}")
-    board = SharedBoard(world.store, config.train.timeout_seconds)
+    board = Board(world.store, config.train.timeout_seconds)
     with (
         (folder / f"lines-{world.rank}.txt").open("w", encoding="utf-8") as lines,
         contextlib.redirect_stdout(lines),

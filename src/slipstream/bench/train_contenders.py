@@ -30,7 +30,7 @@ from slipstream.pipeline.graphs import PLAIN_GROUPS
 from slipstream.train import batches
 from slipstream.train import folder as folders
 from slipstream.train.assemble import assemble, position_of
-from slipstream.train.board import LocalBoard
+from slipstream.train.board import Board
 from slipstream.train.export import hugging_face_config
 from slipstream.train.reporter import memory_bytes
 from slipstream.train.trainer import submit
@@ -114,7 +114,7 @@ def measure_ours(setting: Setting, data: Path, folder: Path, *, delayed: bool) -
     run.mkdir(parents=True)
     plan = folders.plan(run, config, data_fingerprint="synthetic")
     with (
-        assemble(config, None, position_of(config, None), data, plan, LocalBoard()) as parts,
+        assemble(config, None, position_of(config, None), data, plan, Board()) as parts,
         batches.ahead(parts.train_data, parts.share, 0) as loader,
     ):
         parts.reporter.start(0)

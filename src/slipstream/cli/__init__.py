@@ -1,41 +1,40 @@
-"""The command table. Each command lives in its own thin module beside this one and calls one layer.
+"""The command table. Each command is a thin function in a module beside this one and calls one layer.
 
 A command module is imported only when its command is used, so `slipstream --help` never imports torch.
 """
 
 from __future__ import annotations
 
-import difflib
 import errno
 import os
 import signal
 import sys
 from importlib import import_module
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from slipstream import __version__
-from slipstream.errors import StoppedError, UserError
+from slipstream.errors import StoppedError, UserError, did_you_mean
 
-# command -> (module, one line of help). A module holds `app`, a typer.Typer with one or more commands.
+# command -> (module, one line of help). A module holds the function of that name, or several as the typer.Typer `app`.
 COMMANDS = {
-    "train": ("slipstream.cli.train", "Pretrain a language model; resume it; start it under torchrun."),
-    "config": ("slipstream.cli.config", "Every setting of a run: meaning, default, type."),
-    "data": ("slipstream.cli.data", "Turn text into token shards; look into shards."),
-    "generate": ("slipstream.cli.generate", "Write text with a trained run."),
-    "export": ("slipstream.cli.export", "Write a run as a Hugging Face folder."),
-    "report": ("slipstream.cli.report", "One HTML page about one or more runs."),
-    "runs": ("slipstream.cli.runs", "List runs; compare them; show in what they differ."),
-    "health": ("slipstream.cli.health", "Whether a run is well, in one line and an exit code."),
-    "watch": ("slipstream.cli.watch", "A live view of a running job."),
-    "schedule": ("slipstream.cli.schedule", "Draw and compare pipeline schedules."),
-    "plan": ("slipstream.cli.plan", "Choose a layout for a model and a cluster."),
-    "study": ("slipstream.cli.study", "Run many runs and tabulate what delay costs."),
-    "bench": ("slipstream.cli.bench", "Measure the engine against torch's own schedules."),
-    "completion": ("slipstream.cli.completion", "Make your shell complete commands, keys and values."),
+    "train": ("train", "Pretrain a language model; resume it; start it under torchrun."),
+    "config": ("config", "Every setting of a run: meaning, default, type."),
+    "data": ("data", "Turn text into token shards; look into shards."),
+    "generate": ("generate", "Write text with a trained run."),
+    "export": ("export", "Write a run as a Hugging Face folder."),
+    "report": ("runs", "One HTML page about one or more runs."),
+    "runs": ("runs", "List runs; compare them; show in what they differ."),
+    "health": ("runs", "Whether a run is well, in one line and an exit code."),
+    "watch": ("runs", "A live view of a running job."),
+    "schedule": ("schedule", "Draw and compare pipeline schedules."),
+    "plan": ("plan", "Choose a layout for a model and a cluster."),
+    "study": ("study", "Run many runs and tabulate what delay costs."),
+    "bench": ("bench", "Measure the engine against torch's own schedules."),
+    "completion": ("completion", "Make your shell complete commands, keys and values."),
 }
 
 
@@ -90,12 +89,23 @@ def _dispatch(arguments: list[str]) -> None:
 
         print("\n".join(candidates(" ".join(arguments[1:]))))
     elif name in COMMANDS:
-        app = import_module(COMMANDS[name][0]).app
-        app(args=arguments[1:], prog_name=f"slipstream {name}")
+        command(name)(args=arguments[1:], prog_name=f"slipstream {name}")
     else:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
+        hint = did_you_mean(name, COMMANDS)
         raise UserError(f"There is no command '{name}'.{hint} `slipstream --help` lists the commands.")
+
+
+def command(name: str) -> Any:
+    """As click has it: to call, or to look at."""
+    import typer
+
+    module = import_module(f"slipstream.cli.{COMMANDS[name][0]}")
+    app = getattr(module, "app", None)
+    if app is None:
+        app = typer.Typer(add_completion=False)
+        # `train` has a better word for an option that there is not.
+        app.command(context_settings={"ignore_unknown_options": name == "train"})(getattr(module, name))
+    return typer.main.get_command(app)
 
 
 def _print_help() -> None:

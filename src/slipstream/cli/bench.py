@@ -12,7 +12,7 @@ from rich.console import Console
 
 from slipstream.errors import UserError
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False)
 
 
 @app.callback(invoke_without_command=True)

@@ -5,14 +5,11 @@ The scripts ask `slipstream __complete LINE`, which prints what the last word of
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 
 import typer
 
 from slipstream.errors import UserError
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 SCRIPTS = {
     "bash": """_slipstream() {
@@ -40,7 +37,6 @@ compdef _slipstream slipstream
 PLACES = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/completions/slipstream.fish"}
 
 
-@app.command()
 def completion(
     shell: str = typer.Argument(help="bash, zsh or fish."),
 ) -> None:
@@ -70,9 +66,9 @@ def candidates(line: str) -> list[str]:
 
 def _options(before: list[str]) -> list[str]:
     """The options of a command, or its subcommands and options."""
-    from slipstream.cli import COMMANDS
+    from slipstream.cli import command as command_of
 
-    group = typer.main.get_command(import_module(COMMANDS[before[0]][0]).app)
+    group = command_of(before[0])
     commands = getattr(group, "commands", {})
     command = commands.get(before[1], group) if len(before) > 1 else group
     options = [name for parameter in command.params for name in parameter.opts if name.startswith("--")]
@@ -92,26 +88,20 @@ def _settings(last: str) -> list[str]:
     known = next((one for one in describe() if one.name == key), None)
     values = list(choices.get(key, ()))
     if known is not None and not values:
-        values = (
-            ["true", "false"]
-            if known.type == "bool"
-            else known.type.split(" | ")
-            if " | " in known.type
-            else []
-        )
+        kinds = "true | false" if known.type == "bool" else known.type
+        values = kinds.split(" | ") if " | " in kinds else []
     found = [f"{key}={value}" for value in values if f"{key}={value}".startswith(last)]
     return found or [f"{key}={path}" for path in _paths(last.partition("=")[2])]
 
 
 def _paths(last: str) -> list[str]:
     """Files and folders; a folder ends in a slash."""
-    head, _, tail = last.rpartition("/")
-    place = Path(f"{head}/" if head or last.startswith("/") else ".").expanduser()
+    head, slash, tail = last.rpartition("/")
+    start = head + slash
     try:
-        inside = sorted(place.iterdir())
+        inside = sorted(Path(start or ".").expanduser().iterdir())
     except OSError:
         return []
-    start = f"{head}/" if head or last.startswith("/") else ""
     return [
         f"{start}{path.name}{'/' if path.is_dir() else ''}"
         for path in inside

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from dataclasses import astuple
 
 import typer
 from rich.console import Console
@@ -13,9 +14,6 @@ from rich.table import Table
 from slipstream.config import Reach, describe
 from slipstream.config.write import Key
 from slipstream.errors import UserError
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
 
 SYNONYMS = {  # words people look for, and the keys they mean
     "precision": ("train.dtype",),
@@ -38,7 +36,6 @@ def _said(key: Key) -> str:
     return " ".join([key.meaning, key.type, *others]).lower()
 
 
-@app.command()
 def config(
     search: str = typer.Argument("", help="Show only keys whose name, meaning or values contain this."),
     as_json: bool = typer.Option(False, "--json", help="Print a JSON list."),
@@ -57,17 +54,8 @@ def config(
             f"No key and no description contains '{search}'.{hint} `slipstream config` lists them all."
         )
     if as_json:
-        rows = [
-            {
-                "key": key.name,
-                "type": key.type,
-                "default": key.default,
-                "meaning": key.meaning,
-                "on_resume": key.reach.value,
-            }
-            for key in found
-        ]
-        print(json.dumps(rows, indent=2))
+        names = ("key", "type", "default", "meaning", "on_resume")  # a StrEnum is its value
+        print(json.dumps([dict(zip(names, astuple(key), strict=True)) for key in found], indent=2))
         return
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)

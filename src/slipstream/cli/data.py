@@ -6,7 +6,8 @@ import json
 import shlex
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,11 +19,7 @@ from slipstream.errors import DataError
 
 FEW_TOKENS = 2000  # one update of the default run
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Turn text into token shards; look into shards.",
-)
+app = typer.Typer(add_completion=False, help="Turn text into token shards; look into shards.")
 
 
 @app.command()
@@ -78,7 +75,7 @@ def prepare(
     recipe = Recipe(vocab, tokenizer, valid_fraction, sample_bytes=sample_mb << 20)
     started = time.monotonic()
     with ExitStack() as stack:
-        bar = stack.enter_context(_Bar())
+        bar = stack.enter_context(_bar())
         if sources:
             documents = stack.enter_context(kept(documents, out.parent))
         meta = run(
@@ -98,10 +95,10 @@ def prepare(
         print(f"  left out         {len(left_out)} files of other kinds ({kinds})")
     tokens = meta["tokens"]["valid"]
     if tokens < FEW_TOKENS:
-        _warn(
-            f"The validation text has only {tokens:,} tokens: its loss will say little. Name more text, or "
-            "a validation file "
-            "with --valid."
+        Console(stderr=True, highlight=False).print(
+            f"[yellow]The validation text has only {tokens:,} tokens: its loss will say little. Name more text, or a "
+            "validation file with --valid.[/]",
+            soft_wrap=True,
         )
     name = shlex.quote(f"run.dir=runs/{out.resolve().name}")
     print(f"Next: slipstream train {shlex.quote(f'data.path={out}')} {name}")
@@ -125,17 +122,13 @@ def show(
     _print_summary(summary, as_json)
 
 
-def _warn(text: str) -> None:
-    Console(stderr=True, highlight=False).print(f"[yellow]{text}[/]", soft_wrap=True)
-
-
 def _print_summary(summary: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(summary))
         return
     console = Console(highlight=False)
     console.print(str(summary["folder"]), style="bold", soft_wrap=True, markup=False)
-    for name in (
+    for name in [
         "files",
         "vocab",
         "end_of_document",
@@ -144,7 +137,7 @@ def _print_summary(summary: dict[str, Any], as_json: bool) -> None:
         "bytes",
         "seconds",
         "fingerprint",
-    ):
+    ]:
         value = summary.get(name)
         if isinstance(value, dict):
             value = ", ".join(f"{key} {_figure(count)}" for key, count in value.items())
@@ -158,34 +151,28 @@ def _figure(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and abs(value) < 1 << 64 else str(value)
 
 
-class _Bar:
+@contextmanager
+def _bar() -> Iterator[Callable[[str, int, int | None], None]]:
     """A rich progress bar on stderr fed by (what, bytes so far, bytes in all)."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[size]}"),
+    )
+    shown, drawn = "", 0.0
 
-    def __init__(self) -> None:
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[size]}"),
-        )
-        self.progress = Progress(
-            *columns, TimeElapsedColumn(), console=Console(stderr=True), disable=not sys.stderr.isatty()
-        )
-        self.task = self.progress.add_task("starting", total=None, size="")
-        self.shown = ""
-        self.drawn = 0.0
-
-    def __enter__(self) -> _Bar:
-        self.progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
-
-    def __call__(self, what: str, done: int, total: int | None) -> None:
+    def show(what: str, done: int, total: int | None) -> None:
+        nonlocal shown, drawn
         now = time.monotonic()
-        if what == self.shown and now - self.drawn < 0.1 and done != total:
+        if what == shown and now - drawn < 0.1 and done != total:
             return
-        self.shown, self.drawn = what, now
+        shown, drawn = what, now
         size = f"{done / 1e6:,.0f} MB" if done else ""
-        self.progress.update(self.task, description=what, completed=done, total=total, size=size)
+        progress.update(task, description=what, completed=done, total=total, size=size)
+
+    with Progress(
+        *columns, TimeElapsedColumn(), console=Console(stderr=True), disable=not sys.stderr.isatty()
+    ) as progress:
+        task = progress.add_task("starting", total=None, size="")
+        yield show

@@ -12,16 +12,11 @@ from rich.console import Console
 from slipstream.errors import UserError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from slipstream.train.master import Master
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-@app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
     folder: Annotated[Path, typer.Argument(help="The folder to make.")],
@@ -42,44 +37,24 @@ def export(
         raise UserError(f"There is no dtype '{dtype}' to export to. Choose {', '.join(_DTYPES)}.")
     import torch
 
-    from slipstream.train.export import export as write
-    from slipstream.train.export import hugging_face_class, write_own, write_transformers
-    from slipstream.train.master import load_master, own_names
+    from slipstream.train.master import export as write
+    from slipstream.train.master import load_master
 
     master = load_master(run)
-    if tasks is not None and (
-        master.tokenizer is None or (master.model is None and master.described is None)
-    ):
+    own = master.config.model.module is not None
+    if tasks is not None and (master.tokenizer is None or own):
         raise UserError(
             "--tasks asks a text of a model that lm_eval can load: this run has no tokenizer or its own model."
         )
-    if master.described is not None:
-        vocab, sequence = master.config.model.vocab, master.config.data.sequence
-        assert vocab is not None
-        kind = write_transformers(
-            master.weights, master.described, folder, vocab=vocab, tokenizer=master.tokenizer, sequence=sequence,
-            dtype=getattr(torch, dtype),
-        )  # fmt: skip
-        _say(folder, kind, dtype, master.step, as_json)
-        if tasks is not None:
-            _write_tasks(master, tasks, folder, as_json)
-        _say_next(master, folder, as_json)
-        return
-    if master.model is None:
-        write_own(own_names(master), folder, tokenizer=master.tokenizer, dtype=getattr(torch, dtype))
-        _say(folder, f"{master.config.model.module}, state dict", dtype, master.step, as_json)
-        return
-    sequence = master.config.data.sequence
-    weights, model = master.weights, master.model
-    write(weights, model, folder, tokenizer=master.tokenizer, sequence=sequence, dtype=getattr(torch, dtype))
-    _say(folder, hugging_face_class(model), dtype, master.step, as_json)
+    kind = write(master, folder, getattr(torch, dtype))
+    if as_json:
+        print(json.dumps({"folder": str(folder), "class": kind, "step": master.step}))
+    else:
+        text = f"{folder}: {kind}, {dtype}, weights after update {master.step}"
+        Console(highlight=False).print(text, soft_wrap=True, markup=False)
     if tasks is not None:
         _write_tasks(master, tasks, folder, as_json)
-    _say_next(master, folder, as_json)
-
-
-def _say_next(master: Master, folder: Path, as_json: bool) -> None:
-    if as_json:
+    if as_json or own:
         return
     if master.tokenizer is None:
         print("The run's data has no tokenizer.json, so the folder has no tokenizer.")
@@ -89,6 +64,7 @@ def _say_next(master: Master, folder: Path, as_json: bool) -> None:
 def _write_tasks(master: Master, tasks: Path, folder: Path, as_json: bool) -> None:
     from slipstream.data.tokenizer import Tokenizer
     from slipstream.data.tokens import TokenDataset
+    from slipstream.train.master import whole_model
     from slipstream.train.sources import data_folder, datasets
     from slipstream.train.tasks import own_loss, write_tasks
 
@@ -98,7 +74,7 @@ def _write_tasks(master: Master, tasks: Path, folder: Path, as_json: bool) -> No
         raise UserError("--tasks needs shards, and the run's data is a function (data.module).")
     windows = master.config.train.eval_batches * held_out.batch_size
     written = write_tasks(tasks, held_out, Tokenizer.load(master.tokenizer), windows)
-    ours = own_loss(_model(master), written.windows)
+    ours = own_loss(whole_model(master), written.windows)
     if as_json:
         shown = {
             "tasks": str(tasks),
@@ -116,27 +92,3 @@ def _write_tasks(master: Master, tasks: Path, folder: Path, as_json: bool) -> No
         f"Next: lm_eval --model hf --model_args pretrained={folder},dtype=float32 --include_path {tasks} "
         "--tasks held_out_windows,held_out_documents,held_out_choice"
     )
-
-
-def _model(master: Master) -> nn.Module:
-    """Tokens in, logits out."""
-    from slipstream.models import hugging_face
-    from slipstream.models.stages import build_model
-
-    if master.model is None:
-        assert master.described is not None
-        assert master.config.model.vocab is not None
-        return hugging_face.loaded(
-            master.weights, master.described, master.config.model.vocab, str(master.config.model.hf)
-        )
-    model = build_model(master.model, 0)
-    model.load_state_dict(master.weights, strict=False)
-    return model
-
-
-def _say(folder: Path, kind: str, dtype: str, step: int, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({"folder": str(folder), "class": kind, "step": step}))
-    else:
-        text = f"{folder}: {kind}, {dtype}, weights after update {step}"
-        Console(highlight=False).print(text, soft_wrap=True, markup=False)

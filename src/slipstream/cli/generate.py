@@ -8,10 +8,7 @@ import typer
 
 from slipstream.errors import UserError
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-
-@app.command()
 def generate(
     run: str = typer.Argument(help="A run folder, or one of its checkpoints."),
     prompt: str = typer.Argument("", help="Text to continue."),

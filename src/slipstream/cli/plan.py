@@ -25,10 +25,7 @@ from slipstream.plan.planner import plan as search
 from slipstream.plan.profile import Measured, Profile
 from slipstream.plan.show import show
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-
-@app.command()
 def plan(
     model: Annotated[
         str, typer.Option(help="A preset, a Hugging Face folder or config.json, or the .toml of a run.")

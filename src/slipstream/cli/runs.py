@@ -1,10 +1,10 @@
-"""`slipstream runs`: what runs there are, how they stand, and in what two of them differ."""
+"""`slipstream runs`, `report`, `watch` and `health`: what runs there are, how they stand, in what they differ."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,16 +16,16 @@ from rich.table import Table
 
 from slipstream.errors import UserError
 from slipstream.formats import parse_toml
+from slipstream.metrics import watch as live
 from slipstream.metrics.events import EVENTS_FILE, Run, number, read_run
+from slipstream.metrics.pulse import is_held, pulse
+from slipstream.metrics.report import write_report
 from slipstream.metrics.report_columns import duration, labels, si
-from slipstream.metrics.watch import STATUS_STYLE
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 NOT_COMPARED = ("run.dir", "run.name", "run.tags")
+RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
 
 
-@app.command()
 def runs(
     places: Annotated[
         list[Path] | None,
@@ -57,9 +57,41 @@ def runs(
     console = Console(highlight=False)
     named = len(places or ()) > 1
     if not diff:
-        console.print(_compared(rows) if named else _listed(rows))
+        figures = {name: [words(row) for row in rows] for name, words in WORDS.items()}
+        console.print(_side_by_side("", rows, figures) if named else _listed(rows))
     if diff or named:
-        console.print(_difference_table(rows, differing) if differing else "The settings are the same.")
+        cells = {
+            key: ["–" if value is None else escape(json.dumps(value)) for value in values]
+            for key, values in differing.items()
+        }
+        console.print(_side_by_side("setting", rows, cells) if differing else "The settings are the same.")
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; several are laid over one another.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write. Default: report.html in the first run.")
+    ] = None,
+) -> None:
+    """Write a self-contained page: curves, utilisation, memory, timeline, config, samples."""
+    print(write_report(runs, out))
+
+
+def watch(
+    run: RunFolder,
+    once: Annotated[bool, typer.Option(help="Show one frame and leave.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between readings.")] = 1.0,
+) -> None:
+    """Follow a run in the terminal. Ctrl-C leaves the run alone."""
+    live.watch(run, Console(), once=once, interval=interval)
+
+
+def health(run: RunFolder) -> None:
+    """Whether a run is well. Exit codes: 0 finished, or running; 75 stopped or killed, so the same command goes on with
+    it; 2 ended with an error, which is shown; 1 running, but nothing was written for a minute and 20 usual steps."""
+    found = pulse(read_run(run), is_held(run / "lock"), time.time())
+    print(f"{run}: {found.words}")
+    raise typer.Exit(found.code)
 
 
 def find(place: Path) -> list[Run]:
@@ -87,7 +119,7 @@ def describe(run: Run, label: str) -> dict[str, Any]:
     return {
         "run": settings.get("run.name") or label,
         "folder": str(run.path),
-        "status": status(run),
+        "status": "stopped" if run.status == "running" and not is_held(run.path / "lock") else run.status,
         "step": last.get("step"),
         "steps": settings.get("train.steps"),
         "validation_loss": losses[-1] if losses else None,
@@ -99,20 +131,6 @@ def describe(run: Run, label: str) -> dict[str, Any]:
         "optimizer": settings.get("optim.name"),
         "tags": settings.get("run.tags", []),
     }
-
-
-def status(run: Run) -> str:
-    """As the log says; a run that nobody holds the lock of is not running."""
-    if run.status != "running":
-        return run.status
-    try:
-        with (run.path / "lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return "running"
-    except OSError:
-        return "stopped"
-    return "stopped"
 
 
 def differences(found: list[Run]) -> dict[str, list[Any]]:
@@ -133,7 +151,7 @@ def _settings(run: Run) -> dict[str, Any]:
 
 
 WORDS = {
-    "status": lambda row: f"[{STATUS_STYLE.get(row['status'], 'yellow')}]{row['status']}[/]",
+    "status": lambda row: f"[{live.STATUS_STYLE.get(row['status'], 'yellow')}]{row['status']}[/]",
     "step": lambda row: "–" if row["step"] is None else f"{row['step']}/{row['steps'] or '?'}",
     "loss": lambda row: _loss(row["validation_loss"]),
     "best": lambda row: _loss(row["best_loss"]),
@@ -164,21 +182,11 @@ def _listed(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _compared(rows: list[dict[str, Any]]) -> Table:
+def _side_by_side(head: str, rows: list[dict[str, Any]], lines: dict[str, list[str]]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column("")
+    table.add_column(head, no_wrap=True)
     for row in rows:
         table.add_column(escape(row["run"]), overflow="fold")
-    for name, words in WORDS.items():
-        table.add_row(name, *(words(row) for row in rows))
-    return table
-
-
-def _difference_table(rows: list[dict[str, Any]], differing: dict[str, list[Any]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column("setting", no_wrap=True)
-    for row in rows:
-        table.add_column(escape(row["run"]), overflow="fold")
-    for key, values in differing.items():
-        table.add_row(key, *("–" if value is None else escape(json.dumps(value)) for value in values))
+    for name, cells in lines.items():
+        table.add_row(name, *cells)
     return table

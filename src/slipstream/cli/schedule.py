@@ -17,12 +17,9 @@ from slipstream.schedule.generate import ALIASES, GENERATORS, build, canonical
 from slipstream.schedule.simulate import Costs, simulate
 from slipstream.schedule.steady import Steady, steady
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
 _NAMES = ", ".join([*GENERATORS, *(f"{alias} (= {name})" for alias, name in ALIASES.items())])
 
 
-@app.command()
 def schedule(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {_NAMES}.", show_default=False)],
     stages: Annotated[int, typer.Option(help="P, the number of pipeline stages (ranks).")] = 4,
@@ -73,10 +70,8 @@ def schedule(
     figures = [steady(full, stages, microbatches, costs, **options[full]) for full in names]
     if csv_file is not None:
         plot.write_text(csv_file, to_csv(schedules[names[0]]))
-    if as_json and plot_file is None and trace_file is None:
-        timelines = {}
-    else:
-        timelines = {full: simulate(value, costs) for full, value in schedules.items()}
+    drawn = schedules if plot_file is not None or trace_file is not None or not as_json else {}
+    timelines = {full: simulate(value, costs) for full, value in drawn.items()}
     if plot_file is not None:
         if plot_file.suffix.lower() not in (".html", ".svg"):
             raise UserError(f"--plot cannot write '{plot_file.name}': end the name in .html or .svg.")

@@ -21,10 +21,7 @@ from slipstream.study.results import Result, collect, losses, of_points, write_e
 from slipstream.study.tables import Compared, compared_cells, pipes, tables
 
 app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    help="Run many runs and tabulate what delay costs.",
+    add_completion=False, no_args_is_help=True, help="Run many runs and tabulate what delay costs."
 )
 
 OUT = Path("runs/study")
@@ -95,13 +92,9 @@ def list_runs(file: File, overrides: Overrides = None, results: Results = None) 
     expansion = study.expand(losses(found))
     for point in expansion.points:
         result = found.get(point.digest)
-        state = (
-            "missing"
-            if result is None
-            else f"failed: {result.failed}"
-            if result.failed
-            else f"{result.loss:.4f}"
-        )
+        state = "missing"
+        if result is not None:
+            state = f"failed: {result.failed}" if result.failed else f"{result.loss:.4f}"
         print(f"{point.folder}  {point.name}  {state}")
     if expansion.waiting:
         print(f"{expansion.waiting} more once a grid has ended")

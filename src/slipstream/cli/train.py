@@ -7,19 +7,16 @@ import os
 import typer
 
 from slipstream.config import Config, load, to_toml
-from slipstream.config.facts import facts
 from slipstream.config.load import keys
 from slipstream.distributed import started_by_torchrun
 from slipstream.errors import UserError
+from slipstream.train.banner import facts
 from slipstream.train.preflight import prepare
 from slipstream.train.start import start
 
 STOPPED = 75  # sysexits.h: not done, worth trying again
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-
-@app.command(context_settings={"ignore_unknown_options": True})  # `parse` has a better word for them
 def train(
     arguments: list[str] = typer.Argument(
         None, metavar="[RUN.TOML] [KEY=VALUE]...", help="A run and overrides."
@@ -68,6 +65,5 @@ def _instead(option: str) -> str:
     if near := next((key for key in keys() if name in (key, key.rpartition(".")[2])), None):
         return f"A setting is written without dashes: {near}=VALUE."
     return (
-        "There are --dry-run, --quiet and --help; settings are written KEY=VALUE, and `slipstream config` lists "
-        "them."
+        "There are --dry-run, --quiet and --help; settings are KEY=VALUE, and `slipstream config` lists them."
     )

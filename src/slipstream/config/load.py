@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from slipstream.config.settings import Config
-from slipstream.errors import ConfigError, UserError
+from slipstream.config.write import describe
+from slipstream.errors import ConfigError, UserError, did_you_mean
 from slipstream.formats import parse_toml
 
 
@@ -69,14 +71,10 @@ def read_toml(
         raise UserError(f"'{path}' is not valid TOML: {error}.") from None
 
 
-def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+@cache
+def keys() -> tuple[str, ...]:
     """Every dotted key of the tree, in order."""
-    for name, info in model.model_fields.items():
-        kind = info.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from keys(kind, f"{prefix}{name}.")
-        else:
-            yield prefix + name
+    return tuple(key.name for key in describe())
 
 
 def _apply(tree: dict[str, Any], text: str) -> str | None:
@@ -116,25 +114,20 @@ def _explain(item: Any) -> str:
     key = ".".join(location)
     if item["type"] == "extra_forbidden":
         return _unknown(key)
-    known = set(keys())
-    while key not in known and "." in key:  # a union adds the name of each alternative
+    while key not in keys() and "." in key:  # a union adds the name of each alternative
         key = key.rpartition(".")[0]
     if item["type"] == "literal_error":
-        return f"{key} = {item['input']!r} is not one of {item['ctx']['expected']}.{_near_value(item)}"
+        expected = item["ctx"]["expected"]
+        choices = [choice.strip(" '") for choice in expected.replace(" or ", ", ").split(",")]
+        hint = did_you_mean(str(item["input"]), choices)
+        return f"{key} = {item['input']!r} is not one of {expected}.{hint}"
     message = item["msg"][0].lower() + item["msg"][1:]
     return f"{key} = {item['input']!r}: {message}."
 
 
-def _near_value(item: Any) -> str:
-    choices = [choice.strip(" '") for choice in item["ctx"]["expected"].replace(" or ", ", ").split(",")]
-    near = difflib.get_close_matches(str(item["input"]), choices, n=1)
-    return f" Did you mean '{near[0]}'?" if near else ""
-
-
 def _unknown(key: str) -> str:
-    known = list(keys())
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.65)
+    near = difflib.get_close_matches(key, keys(), n=1, cutoff=0.65)
     if not near:  # a bare name: the key of that name in whichever section has it
-        near = [full for full in known if full.rpartition(".")[2] == key.rpartition(".")[2]][:1]
+        near = [full for full in keys() if full.rpartition(".")[2] == key.rpartition(".")[2]][:1]
     hint = f" Did you mean {near[0]}?" if near else ""
     return f"There is no key '{key}'.{hint} `slipstream config` lists them all."

@@ -1,7 +1,4 @@
-"""A Python object of the user's own, named in a config by its place: "package.module:name" or "path/file.py:name".
-
-Modules are looked for where Python looks, and in the folder the command was started in.
-"""
+"""A Python object of the user's own: "package.module:name" or "path/file.py:name"; also of the working folder."""
 
 from __future__ import annotations
 
@@ -28,9 +25,8 @@ def check_place(key: str, place: str) -> None:
             found = False
     if not found:
         raise UserError(
-            f"{key} = '{place}': there is no {'file' if where.endswith('.py') else 'module'} '{where}'. "
-            "Name one that can "
-            f"be imported in {os.getcwd()}, for example my_model:{name}."
+            f"{key} = '{place}': there is no {'file' if where.endswith('.py') else 'module'} '{where}'. Name one that "
+            f"can be imported in {os.getcwd()}, for example my_model:{name}."
         )
 
 

@@ -7,6 +7,7 @@ A field that is None here is derived in `resolve.py`; the resolved tree is what 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -40,6 +41,11 @@ def _output(default: Any, meaning: str, **limits: Any) -> Any:
 def _listed(value: Any) -> Any:
     """`train.trackers=tensorboard` and `=tensorboard,wandb` mean what `=["tensorboard", "wandb"]` does."""
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+
+
+def updates(value: float, steps: int) -> int:
+    """A number of updates: below 1 it is a share of the steps."""
+    return round(value * steps) if value < 1 else int(value)
 
 
 class Settings(BaseModel):
@@ -244,7 +250,7 @@ class HealthSettings(Settings):
 
 
 class Config(Settings):
-    """One run. Sections are frozen; `model_copy(update=...)` or overrides make another one."""
+    """One run. Sections are frozen; `changed` or overrides make another one."""
 
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()
@@ -255,6 +261,12 @@ class Config(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()
     health: HealthSettings = HealthSettings()
 
+    def changed(self, **sections: Mapping[str, Any]) -> Config:
+        """With other values, by section: `changed(train={"steps": 3})`."""
+        return self.model_copy(
+            update={name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        )
+
     @property
     def synchronous(self) -> bool:
         """True when torch's own flushed schedules drive the run."""
@@ -264,6 +276,16 @@ class Config(Settings):
     def chunks(self) -> int:
         """Stage modules per rank."""
         return 2 if self.pipeline.schedule in TWO_CHUNK else 1
+
+    @property
+    def late(self) -> bool:
+        """Whether any gradient is of older weights."""
+        return not self.synchronous and self.pipeline.delay not in (0, [0])
+
+    @property
+    def own_model(self) -> bool:
+        """The user's, or transformers': its shape is not ours to set."""
+        return self.model.module is not None or self.model.hf is not None
 
     @property
     def tokens_per_step(self) -> int:

@@ -36,11 +36,9 @@ class Change:
     asked: Any
 
     def __str__(self) -> str:
-        if self.asked is None:
-            return f"{self.name}: the run has {_toml(self.stored)}, and now it is not set"
-        if self.stored is None:
-            return f"{self.name}: the run has none, asked for {_toml(self.asked)}"
-        return f"{self.name}: the run has {_toml(self.stored)}, asked for {_toml(self.asked)}"
+        had = "none" if self.stored is None else _toml(self.stored)
+        now = "and now it is not set" if self.asked is None else f"asked for {_toml(self.asked)}"
+        return f"{self.name}: the run has {had}, {now}"
 
 
 def describe() -> Iterator[Key]:

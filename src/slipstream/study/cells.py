@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from slipstream.config.resolve import updates
-from slipstream.config.settings import SYNCHRONOUS
+from slipstream.config.settings import SYNCHRONOUS, updates
 from slipstream.errors import UserError
 from slipstream.study.penalty import Curve, mean_penalty, penalty_of_gap, token_penalty
 from slipstream.study.results import Result

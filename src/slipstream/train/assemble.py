@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from slipstream.config import Config
-from slipstream.config.objects import fetch
 from slipstream.data.shards import find_shards, fingerprint
 from slipstream.distributed import World
 from slipstream.metrics.progress import Show
@@ -24,12 +23,10 @@ from slipstream.models.sizes import ModelConfig, flops_per_token, parameters
 from slipstream.train import build, checkpoint
 from slipstream.train import folder as folders
 from slipstream.train.batches import Share
-from slipstream.train.best import Best
 from slipstream.train.board import Board
-from slipstream.train.elastic import with_stages
-from slipstream.train.engine import Engine, emulated
+from slipstream.train.engine import engine_of
 from slipstream.train.folder import Plan
-from slipstream.train.health import Monitor
+from slipstream.train.health import Best, Monitor
 from slipstream.train.master import TOKENIZER_FILE
 from slipstream.train.own_model import OwnModel
 from slipstream.train.reporter import Position, Reporter
@@ -41,7 +38,6 @@ from slipstream.train.writer import Leader, Writer
 
 
 def position_of(config: Config, world: World | None) -> Position:
-    """This process among the ranks of the run."""
     stages = config.pipeline.stages
     assert stages is not None
     if world is None:
@@ -69,7 +65,7 @@ def assemble(
     with ExitStack() as stack:
         stack.enter_context(float32_products(config.train.dtype))
         stack.enter_context(attention_kernel(config.train.attention))
-        engine = _engine(config, model, world, device)
+        engine = engine_of(config, model, world, device)
         if plan.source is not None:
             load_into(engine, Path(plan.source), config)
         recorder, show = None, None
@@ -90,7 +86,12 @@ def assemble(
         for text in plan.notes:
             warn(plan.step, text)
         monitor = Monitor(config.health.spike, config.health.max_skipped, _first_checkpoint(config, plan))
-        reporter = _reporter(config, model, position, engine, board, recorder, show, _observer(monitor, warn))
+        own = isinstance(model, OwnModel)  # what it computes is not known
+        flops = 0.0 if own else flops_per_token(model, config.data.sequence)
+        meter = Meter(
+            config.train.steps, config.tokens_per_step, flops, None if own else _peak(config, position)
+        )
+        reporter = Reporter(config, position, engine, board, meter, monitor, warn, recorder, show)
         stack.callback(reporter.close)
         best = Best.after(plan.validations)
         writer = _writer(config, position, plan, recorder, warn, best)
@@ -103,7 +104,14 @@ def assemble(
             board=board,
             train_data=train_data,
             valid_data=valid_data,
-            share=_share(config, position, device),
+            share=Share(
+                config.pipeline.microbatches,
+                first=position.rank % position.stages == 0,
+                last=position.has_loss,
+                data_rank=position.data_rank,
+                data_ranks=position.data_ranks,
+                pin=device.type == "cuda",
+            ),
             device=device,
             learning_rate=build.learning_rate(config),
             reporter=reporter,
@@ -138,56 +146,6 @@ def float32_products(dtype: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _engine(config: Config, model: build.Model, world: World | None, device: torch.device) -> Engine:
-    """Torch's pipelines load its compiler, which takes seconds: only where there is a pipeline."""
-    if world is None:
-        return emulated(config, model, device)
-    if config.synchronous:
-        from slipstream.train.synchronous import Synchronous
-
-        return Synchronous(config, model, world, device)
-    from slipstream.train.pipelined import pipelined
-
-    return pipelined(config, model, world, device)
-
-
-def _share(config: Config, position: Position, device: torch.device) -> Share:
-    return Share(
-        config.pipeline.microbatches,
-        first=position.rank % position.stages == 0,
-        last=position.has_loss,
-        data_rank=position.data_rank,
-        data_ranks=position.data_ranks,
-        pin=device.type == "cuda",
-    )
-
-
-def _reporter(
-    config: Config,
-    model: build.Model,
-    position: Position,
-    engine: Engine,
-    board: Board,
-    recorder: Recorder | None,
-    show: Show | None,
-    observe: Callable[[int, float, bool], None],
-) -> Reporter:
-    if isinstance(model, OwnModel):  # what it computes is not known
-        flops, peak = 0.0, None
-    else:
-        flops, peak = flops_per_token(model, config.data.sequence), _peak(config, position)
-    meter = Meter(config.train.steps, config.tokens_per_step, flops, peak)
-    callback = config.train.callback if position.leader else None
-    log = None
-    if not position.leader:
-        log = Path(config.run.dir) / "logs" / f"rank-{position.rank}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-    return Reporter(
-        config, position, engine, board, meter, recorder=recorder, show=show, log=log, observe=observe,
-        callback=None if callback is None else fetch("train.callback", callback),
-    )  # fmt: skip
-
-
 def _first_checkpoint(config: Config, plan: Plan) -> int | None:
     """From which step on this run can roll back, if it was asked to."""
     if not config.health.rollback:
@@ -195,15 +153,6 @@ def _first_checkpoint(config: Config, plan: Plan) -> int | None:
     if plan.source is not None and not plan.forked:
         return plan.step
     return plan.step + config.checkpoint.every if config.checkpoint.every else None
-
-
-def _observer(monitor: Monitor, warn: Callable[[int, str], None]) -> Callable[[int, float, bool], None]:
-    def observe(step: int, loss: float, skipped: bool) -> None:
-        warning = monitor.observe(step, loss, skipped)
-        if warning is not None:
-            warn(step, warning)
-
-    return observe
 
 
 def _writer(
@@ -253,7 +202,7 @@ def _open_records(
 ) -> Recorder:
     """The leader's files: resolved config, environment, tokenizer, events."""
     folder = Path(config.run.dir)
-    folders.write_config(folder, with_stages(config, plan.stages) if plan.stages else config)
+    folders.write_config(folder, config.changed(pipeline={"stages": plan.stages}) if plan.stages else config)
     described = {"folder": str(data or config.data.module), "fingerprint": plan.data_fingerprint}
     if data is not None:  # other text to validate on is another loss
         described["validation_fingerprint"] = fingerprint(find_shards(data, "valid"))

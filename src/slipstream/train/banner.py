@@ -1,40 +1,42 @@
-"""What a run is, in a few lines, before it begins."""
+"""What a run is, before it begins: a few lines (`banner`), and every figure that follows from it (`facts`)."""
 
 from __future__ import annotations
 
 from slipstream import __version__
 from slipstream.config import Config
 from slipstream.config.resolve import model_config
+from slipstream.config.settings import updates
 from slipstream.metrics.report_columns import si
-from slipstream.models.sizes import active_parameters, parameters
+from slipstream.models.sizes import active_parameters, flops_per_token, parameters
+from slipstream.optimizers import OPTIMIZERS, check_options
 from slipstream.schedule.cutover import default_cutover
 from slipstream.train.preflight import cpu_only
 
 
 def banner(config: Config) -> str:
-    """Of a resolved run."""
-    pipeline, train = config.pipeline, config.train
+    pipeline, train, optim = config.pipeline, config.train, config.optim
     total = train.steps * config.tokens_per_step
+    device = "cpu" if cpu_only() else "a GPU if there is one, else cpu"
+    own_data = f"{config.data.module} (your own)" if config.data.module else None
+    data = own_data or config.data.path or "Python's standard library (set data.path for your own)"
     rows = {
         "model": _model(config),
-        "data": f"{_data(config)}, sequences of {config.data.sequence} tokens",
+        "data": f"{data}, sequences of {config.data.sequence} tokens",
         "update": f"{config.tokens_per_step:,} tokens ({pipeline.microbatches} microbatches x "
         f"{pipeline.microbatch_size} x {config.data.sequence}); {train.steps:,} updates, {si(total)} tokens in all",
         "schedule": _schedule(config),
-        "optimizer": f"{config.optim.name}, {config.optim.schedule} learning rate"
-        + ("" if config.optim.correction in (None, "none") else f", {config.optim.correction}"),
-        "device": f"{_device(config)}, {train.dtype}",
+        "optimizer": f"{optim.name}, {optim.schedule} learning rate"
+        + ("" if optim.correction in (None, "none") else f", {optim.correction}"),
+        "device": f"{device if train.device == 'auto' else train.device}, {train.dtype}",
         "folder": config.run.dir,
     }
-    lines = [f"  {name:<10} {text}" for name, text in rows.items()]
-    return "\n".join([f"slipstream {__version__}", *lines])
+    return "\n".join([f"slipstream {__version__}", *(f"  {name:<10} {text}" for name, text in rows.items())])
 
 
 def _model(config: Config) -> str:
-    if config.model.module is not None:
-        return f"{config.model.module} (your own), vocabulary {config.model.vocab}"
-    if config.model.hf is not None:
-        return f"{config.model.hf} (by transformers), vocabulary {config.model.vocab}"
+    if config.own_model:
+        whose = "your own" if config.model.module is not None else "by transformers"
+        return f"{config.model.module or config.model.hf} ({whose}), vocabulary {config.model.vocab}"
     model = model_config(config.model)
     active = "" if not model.experts else f", {si(active_parameters(model))} active"
     name = config.model.init_from or config.model.preset
@@ -43,10 +45,14 @@ def _model(config: Config) -> str:
     )
 
 
-def _data(config: Config) -> str:
-    if config.data.module is not None:
-        return f"{config.data.module} (your own)"
-    return config.data.path or "Python's standard library (set data.path for your own)"
+def _old(config: Config) -> int | float | list[int]:
+    """How many microbatches of a group read weights one update old; a run that goes on keeps its own."""
+    pipeline = config.pipeline
+    if pipeline.cutover is not None:
+        return pipeline.cutover
+    assert pipeline.stages is not None
+    emulated, m = pipeline.schedule == "emulate", pipeline.microbatches
+    return m if emulated else default_cutover(pipeline.stages, m)
 
 
 def _schedule(config: Config) -> str:
@@ -56,17 +62,65 @@ def _schedule(config: Config) -> str:
     words = [f"P={pipeline.stages} stages", f"m={pipeline.microbatches}"]
     if config.synchronous:
         words.append("flushed at every update")
-    else:  # the cutover: how many microbatches of a group read weights one update old; a run that goes on keeps its own
-        assert pipeline.stages is not None
-        given = pipeline.cutover
-        old = default_cutover(pipeline.stages, pipeline.microbatches) if given is None else given
-        words.append(f"c={old}, no flush, the first c of m one update old")
+    else:
+        words.append(f"c={_old(config)}, no flush, the first c of m one update old")
     if pipeline.data_ranks > 1:
         words.append(f"{pipeline.data_ranks} data ranks")
     return f"{pipeline.schedule}: {', '.join(words)}"
 
 
-def _device(config: Config) -> str:
-    if config.train.device == "auto":
-        return "cpu" if cpu_only() else "a GPU if there is one, else cpu"
-    return config.train.device
+def facts(config: Config) -> dict[str, str]:
+    """Derived quantities of a resolved run, by name."""
+    train, pipeline, optim = config.train, config.pipeline, config.optim
+    assert pipeline.stages is not None
+    tokens = train.steps * config.tokens_per_step
+    if config.own_model:
+        whose = "your own" if config.model.module is not None else "by transformers"
+        about = {
+            "model": f"{config.model.module or config.model.hf}, {whose}",
+            "tokens in all": f"{tokens:,}",
+        }
+    else:
+        model = model_config(config.model)
+        flops = flops_per_token(model, config.data.sequence)
+        about = {
+            "parameters": f"{parameters(model):,} ({active_parameters(model):,} active per token)",
+            "tokens in all": f"{tokens:,} ({tokens / parameters(model):.3g} per parameter)",
+            "training FLOPs": f"{flops * tokens:.3g} ({flops:.3g} per token)",
+        }
+    old = f"{_old(config)} of {pipeline.microbatches} microbatches"
+    if not config.late:
+        old = "nothing: every gradient is of the newest weights"
+    elif pipeline.cutover is None and pipeline.schedule == "2bw":
+        old += " (a run that goes on keeps its own)"
+    return about | {
+        "tokens per update": f"{config.tokens_per_step:,} ({pipeline.microbatches} microbatches x "
+        f"{pipeline.microbatch_size} sequences x {config.data.sequence} tokens)",
+        "processes": f"{pipeline.stages * pipeline.data_ranks} "
+        f"({pipeline.stages} stages x {pipeline.data_ranks} data ranks)",
+        "optimizer": _optimizer(config),
+        "old part": old,
+        "warm-up": f"{updates(optim.warmup, train.steps)} updates",
+        "flushed updates": f"{updates(optim.sync_start, train.steps)} at the start, "
+        f"{updates(optim.sync_finish, train.steps)} at the end",
+    }
+
+
+def _optimizer(config: Config) -> str:
+    """With every option it will have: those of the run, and its own defaults for the others."""
+    optim = config.optim
+    own = {key: getattr(optim, key) for key in ("lr", "weight_decay", "adamw_lr", "betas", "momentum")}
+    given = {key: value for key, value in (own | optim.options).items() if value is not None}
+    check_options(optim.name, given)
+    options = {**OPTIMIZERS[optim.name].options, **given}
+    if options.get("adamw_lr", ...) is None:
+        options["adamw_lr"] = options["lr"]
+    return ", ".join(
+        [optim.name, *(f"{key} {_plain(value)}" for key, value in options.items() if value is not None)]
+    )
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return "/".join(map(_plain, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

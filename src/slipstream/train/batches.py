@@ -1,7 +1,6 @@
 """Groups of a dataset as the tensors one rank needs, loaded ahead of time.
 
-Invariant: what a rank gets is a pure function of (group, its share): the whole group is read everywhere,
-and of each microbatch's rows data rank d takes its share. So neither P nor D nor a restart changes the
+Invariant: what a rank gets is a pure function of (group, its share), so neither P nor D nor a restart changes the
 tokens.
 """
 

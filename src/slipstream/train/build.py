@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slipstream.config import Config
-from slipstream.config.resolve import model_config, updates
+from slipstream.config.resolve import model_config
+from slipstream.config.settings import updates
 from slipstream.data.shards import read_meta
 from slipstream.distributed.world import device_for
 from slipstream.errors import UserError
@@ -27,8 +28,7 @@ from slipstream.optim.corrections import Correction, build_correction, synchrono
 from slipstream.optim.lr import schedule as lr_schedule
 from slipstream.schedule.cutover import Cutover
 from slipstream.train.export import read_weights
-from slipstream.train.own_model import OwnModel
-from slipstream.train.transformers_model import TransformersModel
+from slipstream.train.own_model import OwnModel, TransformersModel
 
 Model = ModelConfig | OwnModel
 DEEP = 12  # layers of a stage beyond which train.compile=true compiles them one by one
@@ -135,7 +135,7 @@ def cutover(config: Config) -> Cutover:
     run had it before there was a choice."""
     given, m = config.pipeline.cutover, config.pipeline.microbatches
     assert not isinstance(given, float), given  # resolved
-    if config.synchronous or config.pipeline.delay in (0, [0]):
+    if not config.late:
         return Cutover(m, 0, flushed(config))
     return Cutover(
         m, m if given is None else max(given) if isinstance(given, list) else given, flushed(config)

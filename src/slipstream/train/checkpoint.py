@@ -1,9 +1,7 @@
 """Checkpoints of a run: found, verified, committed, kept. Invariant: a folder named step-N is complete.
 
-Ranks write their pieces into a hidden folder; when all are there, one rank adds the manifest (sizes and
-SHA-256 of every file), forces everything to disk and renames the folder. A rename is atomic, so a kill at
-any moment leaves either no step-N or a whole one; what a kill leaves behind starts with a dot and is swept
-at the next start.
+Ranks write their pieces into a hidden folder; when all are there, one rank adds the manifest (sizes and SHA-256 of
+every file) and renames the folder, which is atomic. What a kill leaves behind is swept at the next start.
 
     checkpoints/step-00000200/manifest.json
                               stage-000.safetensors  stage-000.json      one pair per stage (and data shard)
@@ -210,12 +208,11 @@ def newest_good(root: Path, report: Callable[[str], None]) -> tuple[Path, Manife
 
     Where all were bad it is an error, at the next start too: the run would begin again, over its own log.
     """
-    candidates = committed(root)
-    for path in candidates:
+    for path in committed(root):
         try:
             return path, verify(path)
         except CheckpointError as error:
-            aside = _set_aside(path)
+            aside = path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
             report(f"{error} It was set aside as '{aside.name}'; looking for an older checkpoint.")
     damaged = sorted(path.name for path in root.glob("damaged-step-*"))
     if damaged:
@@ -264,12 +261,6 @@ def locate(source: str | Path) -> Path:
 
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
-
-
-def _set_aside(path: Path) -> Path:
-    aside = path.with_name(f"damaged-{path.name}-{time.time_ns()}")
-    path.rename(aside)
-    return aside
 
 
 def _sealed(body: dict[str, Any]) -> dict[str, Any]:

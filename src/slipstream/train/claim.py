@@ -24,9 +24,8 @@ def refuse_foreign(folder: Path) -> None:
     if held:
         names = ", ".join(held[:5]) + (f" and {len(held) - 5} more" if len(held) > 5 else "")
         raise UserError(
-            f"run.dir '{folder}' holds files that are no run of slipstream's ({names}). Nothing was "
-            "changed. Set run.dir "
-            "to a folder that is new or empty, or to that of a run to go on with."
+            f"run.dir '{folder}' holds files that are no run of slipstream's ({names}). Nothing was changed. Set "
+            "run.dir to a folder that is new or empty, or to that of a run to go on with."
         )
 
 
@@ -37,16 +36,18 @@ def _shards(path: Path) -> bool:
 
 def is_run(folder: Path) -> bool:
     """Whether a run was started here: by the lock it leaves, its log, or its checkpoints."""
-    return _starts(folder / LOCK_FILE, bytes.isdigit, when_empty=True) or (
-        _starts(folder / EVENTS_FILE, lambda line: line.startswith(b'{"event"'), when_empty=True)
+    return (
+        _starts(folder / LOCK_FILE, bytes.isdigit)
+        or _starts(folder / EVENTS_FILE, lambda line: line.startswith(b'{"event"'))
         or any((folder / "checkpoints").glob("step-*/manifest.json"))
     )
 
 
-def _starts(path: Path, looks_right: Callable[[bytes], bool], *, when_empty: bool) -> bool:
+def _starts(path: Path, looks_right: Callable[[bytes], bool]) -> bool:
+    """Whether its first line is one of ours; an empty file was made and not yet written."""
     try:
         with path.open("rb") as file:
             line = file.readline(4096).strip()
     except OSError:
         return False
-    return looks_right(line) if line else when_empty
+    return not line or looks_right(line)

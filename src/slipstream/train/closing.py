@@ -60,11 +60,13 @@ def close(parts: RunParts, outcome: Outcome) -> None:
     better = outcome.validation_loss < entropy
     show.note(
         f"Validation loss {outcome.validation_loss:.4f}, {'against' if better else 'which does not beat'} "
-        f"{entropy:.4f} "
-        "for guessing every token by its frequency (nats per token; lower is better).",
+        f"{entropy:.4f} for guessing every token by its frequency (nats per token; lower is better).",
         "bold green" if better else "bold yellow",
     )
-    _say_speed(show, parts.reporter.busy)
+    busy = parts.reporter.busy
+    if len(busy) > 1:
+        shares = ", ".join(f"stage {stage} {share:.0%}" for stage, share in enumerate(busy))
+        show.note(f"Busy: {shares}; the slowest is stage {busy.index(max(busy))}.")
     show.note(next_steps(config))
 
 
@@ -104,9 +106,8 @@ def record_failure(parts: RunParts, error: Exception) -> None:
 def say_finished(config: Config, step: int) -> None:
     show, folder = Show(step), Path(config.run.dir)
     show.note(
-        f"This run is finished: {step} steps. To train on, set train.steps={2 * step} (say); to begin "
-        "another, set another "
-        f"run.dir, or run.fork_from={folder}.",
+        f"This run is finished: {step} steps. To train on, set train.steps={2 * step} (say); to begin another, set "
+        f"another run.dir, or run.fork_from={folder}.",
         "bold",
     )
     show.note(next_steps(config))
@@ -116,25 +117,14 @@ def next_steps(config: Config) -> str:
     """Where the report is, and what can be done with the run now."""
     folder = Path(config.run.dir)
     saved, text = (folder / "checkpoints").exists(), (folder / TOKENIZER_FILE).exists()
-    own = config.model.module is not None or config.model.hf is not None
-    lines = []
-    if (folder / "report.html").exists():
-        lines.append(f"  {'open':<10} {folder / 'report.html'}")
-    if saved and text and not own:
-        lines.append(f"  {'write':<10} slipstream generate {folder} 'your prompt'")
-    if saved:
-        lines.append(f"  {'export':<10} slipstream export {folder} {folder}-hf")
-        lines.append(
-            f"  {'train on':<10} slipstream train {folder}/config.toml train.steps={2 * config.train.steps}"
-        )
-    lines.append(f"  {'compare':<10} slipstream runs {folder.parent}")
-    if config.data.path is None and config.data.module is None:
-        lines.append(f"  {'own text':<10} slipstream data prepare YOUR_FOLDER --out shards")
+    offers = {
+        "open": ((folder / "report.html").exists(), f"{folder / 'report.html'}"),
+        "write": (saved and text and not config.own_model, f"slipstream generate {folder} 'your prompt'"),
+        "export": (saved, f"slipstream export {folder} {folder}-hf"),
+        "train on": (saved, f"slipstream train {folder}/config.toml train.steps={2 * config.train.steps}"),
+        "compare": (True, f"slipstream runs {folder.parent}"),
+        "own text": (config.data.path is None and config.data.module is None,
+                     "slipstream data prepare YOUR_FOLDER --out shards"),
+    }  # fmt: skip
+    lines = [f"  {name:<10} {words}" for name, (offered, words) in offers.items() if offered]
     return "\n".join(["Next:", *lines, f"Everything the run wrote is in {folder}."])
-
-
-def _say_speed(show: Show, busy: tuple[float, ...]) -> None:
-    if len(busy) > 1:
-        slowest = max(range(len(busy)), key=lambda stage: busy[stage])
-        shares = ", ".join(f"stage {stage} {share:.0%}" for stage, share in enumerate(busy))
-        show.note(f"Busy: {shares}; the slowest is stage {slowest}.")

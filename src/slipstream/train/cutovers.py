@@ -1,7 +1,6 @@
 """The cutover of a run: decided when the run is made, kept with it, the same after a resume into another P.
 
-It is a part of the trajectory, as m is: nothing here looks at a clock. A run of before there was a choice had all its
-microbatches old, and goes on so.
+A run of before there was a choice had all its microbatches old, and goes on so.
 """
 
 from __future__ import annotations
@@ -34,13 +33,7 @@ def with_cutover(config: Config, stored: Config | None) -> Config:
 
 
 def decided(config: Config, cutover: int | float | list[int] | None) -> Config:
-    return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"cutover": cutover})})
-
-
-def of(config: Config) -> int | list[int] | None:
-    cutover = config.pipeline.cutover
-    assert not isinstance(cutover, float), cutover  # resolved
-    return cutover
+    return config.changed(pipeline={"cutover": cutover})
 
 
 def changes(stored: Config, asked: Config) -> list[Change]:
@@ -49,8 +42,7 @@ def changes(stored: Config, asked: Config) -> list[Change]:
 
 
 def _named(config: Config) -> Config:
-    late = not config.synchronous and config.pipeline.delay not in (0, [0])
-    if not late or config.pipeline.cutover is not None:
+    if not config.late or config.pipeline.cutover is not None:
         return config
     return decided(config, config.pipeline.microbatches)
 

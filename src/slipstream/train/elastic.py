@@ -1,16 +1,14 @@
 """Ranks that are lost and come back: the run goes on from its newest state, with the stages that are left.
 
-The trajectory does not depend on the number of stages, so nothing has to be waited for: a place whose process does not
-come up is left out, the others train on as a shorter pipeline, and when the place is back the run is asked to stop and
-save, and goes on as the longer one. Invariant: places change between starts only; what is made of a start is decided
-by its leader, from what the run folder holds (`folder.plan`).
+The trajectory does not depend on the number of stages, so nothing has to be waited for. Invariant: places change
+between starts only; what is made of a start is decided by its leader, from what the run folder holds (`folder.plan`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from slipstream.config import Config, resolve
@@ -22,21 +20,14 @@ JOB = "slipstream.train.session:run_rank"
 COMING_UP_SECONDS = 120.0  # to import torch and touch a device
 
 
-def with_stages(config: Config, stages: int) -> Config:
-    return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"stages": stages})})
-
-
 def feasible(config: Config, most: int) -> list[int]:
     """The numbers of stages from pipeline.least_stages to `most` that this run can be cut into."""
-    return [stages for stages in range(config.pipeline.least_stages, most + 1) if _resolves(config, stages)]
-
-
-def _resolves(config: Config, stages: int) -> bool:
-    try:
-        resolve(with_stages(config, stages))
-    except ConfigError:
-        return False
-    return True
+    found = []
+    for stages in range(config.pipeline.least_stages, most + 1):
+        with suppress(ConfigError):
+            resolve(config.changed(pipeline={"stages": stages}))
+            found.append(stages)
+    return found
 
 
 def fitted(config: Config, ranks: int) -> Config:
@@ -52,7 +43,7 @@ def fitted(config: Config, ranks: int) -> Config:
             f"pipeline.least_stages = {config.pipeline.least_stages} they cannot form a pipeline. Start more, or lower "
             "pipeline.least_stages."
         )
-    return with_stages(config, found[-1])
+    return config.changed(pipeline={"stages": found[-1]})
 
 
 def ranks_of(config: Config) -> int:
@@ -177,6 +168,5 @@ def _growing(
 
 
 def newest_step(config: Config) -> int | None:
-    """Of the checkpoints in the run folder."""
     steps = (Path(config.run.dir) / "checkpoints").glob("step-*")
     return max((int(path.name[5:]) for path in steps if path.name[5:].isdigit()), default=None)

@@ -1,86 +1,45 @@
-"""What the training loop drives, and the emulator of a run.
+"""What the training loop drives: `Emulator`, `Schedule2BW`, or torch's synchronous schedules (`synchronous.py`).
 
-One loop drives them all: `Emulator`, `Schedule2BW`, and torch's synchronous schedules (`synchronous.py`).
-Invariant: `after_update(g)` is called when update g is done on this rank and before a later one is, so that a
-`capture` inside it is the state at that boundary.
+Invariant of all three: `after_update(g)` is called when update g is done on this rank and before a later one is, so
+that a `capture` inside it is the state at that boundary: live tensors, good until the next step (`hold` makes later
+updates wait, on the device, for whoever copies them). `stopping` gives the same answer at the same group on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from slipstream.config import Config
+from slipstream.distributed import World
 from slipstream.errors import UserError
 from slipstream.models.sizes import ModelConfig
 from slipstream.pipeline.emulator import Emulator
 from slipstream.pipeline.graphs import CudaGraphs
-from slipstream.schedule.timeline import Span
 from slipstream.train import build
 from slipstream.train.batches import Batch
+from slipstream.train.own_model import OwnModel
 
-AfterUpdate = Callable[[int], None]
+if TYPE_CHECKING:  # torch's pipelines load its compiler, which takes seconds: only where there is a pipeline
+    from slipstream.pipeline.runtime import Schedule2BW
+    from slipstream.train.synchronous import Synchronous
+
+Engine: TypeAlias = "Emulator | Schedule2BW | Synchronous"
 
 
-class Engine(Protocol):
+def engine_of(config: Config, model: build.Model, world: World | None, device: torch.device) -> Engine:
     """One rank of a run."""
+    if world is None:
+        return _emulated(config, model, device)
+    if config.synchronous:
+        from slipstream.train.synchronous import Synchronous
 
-    @property
-    def after_update(self) -> AfterUpdate | None: ...
-
-    @after_update.setter
-    def after_update(self, hook: AfterUpdate | None) -> None: ...
-
-    @property
-    def optimizer(self) -> Optimizer: ...
-
-    @property
-    def busy_seconds(self) -> float: ...
-
-    @property
-    def grad_norms(self) -> Mapping[int, float]:
-        """The norms of recent updates before clipping; not finite: skipped."""
-        ...
-
-    @property
-    def step(self) -> Callable[..., Any]:
-        """Takes one group as torch's schedules do; see `losses_of`."""
-        ...
-
-    @property
-    def eval(self) -> Callable[..., Any]:
-        """The same at the master, without gradients."""
-        ...
-
-    def drain(self) -> None: ...
-
-    def capture(self) -> dict[str, Any]:
-        """The state at the boundary just reached: live tensors, good until the next step (`Copier` to keep)."""
-        ...
-
-    def hold(self, copied: torch.cuda.Event) -> None:
-        """Live tensors are being copied until then: later updates wait, on the device, before they write."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    def trace(self, on: bool) -> None:
-        """Record the actions of this rank, or stop recording."""
-        ...
-
-    def take_trace(self) -> list[Span]:
-        """What was recorded since the last call."""
-        ...
-
-    def request_stop(self) -> None: ...
-
-    def stopping(self) -> bool:
-        """Whether to submit no further group: the same answer at the same group on every rank."""
-        ...
+        return Synchronous(config, model, world, device)
+    return _pipelined(config, model, world, device)
 
 
 def losses_of(call: Callable[..., Any], batch: Batch) -> list[Tensor]:
@@ -92,36 +51,95 @@ def losses_of(call: Callable[..., Any], batch: Batch) -> list[Tensor]:
     return losses
 
 
-def emulated(config: Config, model: build.Model, device: torch.device) -> Emulator:
+def _options(config: Config) -> dict[str, Any]:
+    """What the emulator and the pipeline are told alike."""
+    return {
+        "n_microbatches": config.pipeline.microbatches,
+        "loss_fn": build.loss_function(config),
+        "optimizer": build.optimizer_factory(config),
+        "correction": build.correction(config),
+        "max_grad_norm": config.optim.max_grad_norm or None,
+        "synchronous": build.flushed(config),
+        "cutover": config.pipeline.cutover,
+        "bank_dtype": torch.bfloat16 if config.train.dtype == "bfloat16" else None,
+        "gradient_dtype": torch.bfloat16 if config.train.gradient_dtype == "bfloat16" else None,
+        "prepare": build.preparation(config),
+    }
+
+
+def _emulated(config: Config, model: build.Model, device: torch.device) -> Emulator:
     """One process for the whole model."""
     delay, cutover = config.pipeline.delay, config.pipeline.cutover
     count = max(len(of) if isinstance(of, list) else 1 for of in (delay, cutover))
-    assert not isinstance(cutover, float)  # resolved
     if config.train.cuda_graphs and device.type != "cuda":
         raise UserError("train.cuda_graphs needs a GPU, and torch sees none. Drop it.")
     modules = build.stage_modules(config, model, count, list(range(count)), device)
     if isinstance(model, ModelConfig) and model.tied:
-        share_embedding(modules)
+        _share_embedding(modules)
     return Emulator(
         modules[0] if count == 1 else None,
-        config.pipeline.microbatches,
-        build.loss_function(config),
-        build.optimizer_factory(config),
-        build.correction(config),
-        config.optim.max_grad_norm or None,
-        delay,
-        synchronous=build.flushed(config),
-        cutover=cutover,
+        **_options(config),
+        delay=delay,
         stages=modules if count > 1 else None,
         mismatch=config.pipeline.mismatch,
-        bank_dtype=torch.bfloat16 if config.train.dtype == "bfloat16" else None,
-        gradient_dtype=torch.bfloat16 if config.train.gradient_dtype == "bfloat16" else None,
-        prepare=build.preparation(config),
         recorder=CudaGraphs() if config.train.cuda_graphs else None,
         fuse=config.train.fuse,
     )
 
 
-def share_embedding(modules: list[Any]) -> None:
+def _pipelined(config: Config, model: build.Model, world: World, device: torch.device) -> Schedule2BW:
+    """One stage on one rank of a pipeline x data mesh."""
+    from torch.distributed.pipelining import PipelineStage
+
+    from slipstream.pipeline.runtime import Schedule2BW
+
+    pipeline = config.pipeline
+    assert pipeline.stages is not None
+    index, _ = world.mesh(pipeline.stages)
+    (module,) = build.stage_modules(config, model, pipeline.stages, [index], device)
+    group, data_group = mesh_groups(world, pipeline.stages)
+    return Schedule2BW(
+        PipelineStage(module, index, pipeline.stages, device, group=group),
+        **_options(config),
+        in_flight=pipeline.in_flight,
+        tied=tied_names(model, module),
+        data_group=data_group,
+        shard_optimizer=pipeline.shard_optimizer,
+        compact_master=None,
+        timeout=config.train.timeout_seconds,
+    )
+
+
+def mesh_groups(world: World, stages: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """(this pipeline, this stage's data ranks). Groups are made by all ranks in one order."""
+    pipeline, data = None, None
+    for first in range(0, world.size, stages):
+        ranks = list(range(first, first + stages))
+        made = dist.new_group(ranks)
+        pipeline = made if world.rank in ranks else pipeline
+    if world.size > stages:
+        for stage in range(stages):
+            ranks = list(range(stage, world.size, stages))
+            made = dist.new_group(ranks)
+            data = made if world.rank in ranks else data
+    assert isinstance(pipeline, dist.ProcessGroup)
+    return pipeline, data if isinstance(data, dist.ProcessGroup) else None
+
+
+def tied_names(model: build.Model, module: Any) -> dict[str, str | Sequence[str]]:
+    """The tied weight this stage holds, by the name the other holder also gives it."""
+    if isinstance(model, OwnModel):
+        return dict(model.ties_between([module]))
+    if not model.tied:
+        return {}
+    if module.embedding is not None and module.head is not None:
+        _share_embedding([module])
+        return {}
+    if module.embedding is not None:
+        return {"embedding": "embedding.weight"}
+    return {"embedding": "head.weight"} if module.head is not None else {}
+
+
+def _share_embedding(modules: list[Any]) -> None:
     """One Parameter for embedding and head where one process holds both: the engine then ties them."""
     modules[-1].head.weight = modules[0].embedding.weight

@@ -1,8 +1,6 @@
 """Validation at the master, and the number it is measured against.
 
-The loss is the mean over the same first tokens of the validation split every time. Invariant: nothing here
-changes the trajectory: the pipeline is drained, the master is read, and the next group reads the bank it
-would have read anyway.
+Invariant: nothing here changes the trajectory: the next group reads the bank it would have read anyway.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from slipstream.train.engine import Engine, losses_of
 from slipstream.train.sources import Dataset
 
 OWN_TOKENS = 100_000  # of a function's batches that are counted
+SHARD_TOKENS = 20_000_000  # the same, of shards
 
 
 def validate(
@@ -45,34 +44,25 @@ def validate(
     return sum(means) / len(means)
 
 
-def unigram_entropy(dataset: Dataset, vocab: int, limit: int = 20_000_000) -> float:
+def unigram_entropy(dataset: Dataset, vocab: int) -> float:
     """Nats per token of the best model that knows only how often each token occurs."""
-    if not dataset.paths:
-        return _of_counts(_counted(dataset, vocab, min(limit, OWN_TOKENS)))
-    files = tuple((path, path.stat().st_mtime_ns) for path in dataset.paths)
-    return _entropy(files, vocab, limit)
+    if dataset.paths:
+        counts = _counted(tuple((path, path.stat().st_mtime_ns) for path in dataset.paths), vocab)
+    else:
+        counts, group = np.zeros(vocab, dtype=np.int64), 0
+        while counts.sum() < OWN_TOKENS:
+            _, targets = dataset.batch(group)
+            counts += np.bincount(targets[targets >= 0].numpy(), minlength=vocab)[:vocab]
+            group += 1
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum()) if share.size else math.nan
 
 
 @cache  # a process that trains many runs counts its text once
-def _entropy(files: tuple[tuple[Path, int], ...], vocab: int, limit: int) -> float:
-    counts = np.zeros(vocab, dtype=np.int64)
-    left = limit
+def _counted(files: tuple[tuple[Path, int], ...], vocab: int) -> NDArray[np.int64]:
+    counts, left = np.zeros(vocab, dtype=np.int64), SHARD_TOKENS
     for path, _ in files:
         shard = open_shard(path)
         counts += np.bincount(np.asarray(shard[:left]), minlength=vocab)[:vocab]
         left -= min(left, len(shard))
-    return _of_counts(counts)
-
-
-def _counted(dataset: Dataset, vocab: int, limit: int) -> NDArray[np.int64]:
-    counts, group = np.zeros(vocab, dtype=np.int64), 0
-    while counts.sum() < limit:
-        _, targets = dataset.batch(group)
-        counts += np.bincount(targets[targets >= 0].numpy(), minlength=vocab)[:vocab]
-        group += 1
     return counts
-
-
-def _of_counts(counts: NDArray[np.int64]) -> float:
-    share = counts[counts > 0] / counts.sum()
-    return float(-(share * np.log(share)).sum()) if share.size else math.nan

@@ -29,19 +29,8 @@ from torch import Tensor
 
 from slipstream.data.tokenizer import END_OF_DOCUMENT, Tokenizer
 from slipstream.errors import UserError
-from slipstream.models.config_json import read_config
 from slipstream.models.sizes import ModelConfig
 from slipstream.models.stages import build_model
-
-__all__ = [
-    "export",
-    "hugging_face_class",
-    "read_config",
-    "read_weights",
-    "to_hugging_face",
-    "write_own",
-    "write_transformers",
-]
 
 _SHARD_BYTES = 4 << 30
 _TOP = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}

@@ -31,7 +31,7 @@ from slipstream.metrics.record import Cut, cut_back, finished_at, has_event
 from slipstream.train import checkpoint, cutovers, provenance
 from slipstream.train.build import learning_rate
 from slipstream.train.claim import LOCK_FILE, refuse_foreign
-from slipstream.train.transformers_model import changed_description
+from slipstream.train.own_model import changed_description
 
 LOCK_PATIENCE_SECONDS = 10.0  # the workers of a killed launcher need a moment to notice
 
@@ -40,16 +40,16 @@ LOCK_PATIENCE_SECONDS = 10.0  # the workers of a killed launcher need a moment t
 class Plan:
     """What all ranks do: decided once, by the leader."""
 
-    step: int  # updates already done
-    source: str | None  # checkpoint folder to load, None: initial weights
-    finished: bool
-    forked: bool  # `source` belongs to another run
-    data_offset: int  # groups of data left out by rollbacks
-    data_fingerprint: str
-    nonce: str  # names this attempt's drafts
+    step: int = 0  # updates already done
+    source: str | None = None  # checkpoint folder to load, None: initial weights
+    finished: bool = False
+    forked: bool = False  # `source` belongs to another run
+    data_offset: int = 0  # groups of data left out by rollbacks
+    data_fingerprint: str = ""
+    nonce: str = field(default_factory=lambda: secrets.token_hex(4))  # names this attempt's drafts
     notes: Sequence[str] = ()
     validate: bool = False  # a kill came between the checkpoint of `step` and its validation
-    cutover: int | list[int] | None = None  # what pipeline.cutover is for this run
+    cutover: int | float | list[int] | None = None  # what pipeline.cutover is for this run
     validations: Sequence[tuple[int, float]] = ()  # (step, loss) so far
     data_contents: Mapping[str, str] = field(default_factory=dict)  # every byte of a split, as a hash
     stages: int | None = None  # asked for; an elastic run may have fewer at the moment
@@ -108,22 +108,21 @@ def plan(
     folder: Path, config: Config, data_fingerprint: str, contents: Mapping[str, str] | None = None
 ) -> Plan:
     """Look at what the folder holds and decide. Call with the lock held. `contents`: of the data, by split."""
-    decided = _plan(folder, config, data_fingerprint, contents or {})
-    return replace(decided, data_contents=dict(contents or {}))
-
-
-def _plan(folder: Path, config: Config, data_fingerprint: str, contents: Mapping[str, str]) -> Plan:
     notes: list[str] = []
+    new = Plan(data_fingerprint=data_fingerprint, data_contents=dict(contents or {}))
     root = checkpoints(folder)
     checkpoint.sweep(root)
     found = checkpoint.newest_good(root, notes.append)
     if found is None:
-        return _ended(folder, config, data_fingerprint) or _begin(folder, config, data_fingerprint, notes)
+        return _ended(folder, config, new) or _begin(folder, config, new, notes)
     path, manifest = found
     config = cutovers.with_cutover(config, _kept(manifest))
-    notes += _check_same_run(folder, config, manifest, data_fingerprint, contents)
+    notes += _check_same_run(folder, config, manifest, new)
     step, offset, every = manifest.step, manifest.says("data_offset", int), config.train.eval_every
-    trained = step >= config.train.steps or _stopped_early(config, from_tree(manifest.says("config", dict)))
+    had = from_tree(manifest.says("config", dict)).train
+    # A run that train.patience ended is finished until that, or its length, is changed.
+    same = (config.train.patience, config.train.steps) == (had.patience, had.steps)
+    trained = step >= config.train.steps or (bool(config.train.patience) and same)
     finished = trained and has_event(folder, "finish", step)
     trained = trained and (finished or step >= config.train.steps)
     cut = Cut(0, None)
@@ -131,19 +130,19 @@ def _plan(folder: Path, config: Config, data_fingerprint: str, contents: Mapping
         cut = cut_back(folder, step, again=("validation", "sample") if trained else ())
     due = bool(every) and step % every == 0 and not trained
     missed = due and not has_event(folder, "validation", step)
-    nonce = secrets.token_hex(4)
-    seen = [] if finished else _validations(folder, step)
-    cutover = cutovers.of(config)
-    plan = Plan(
-        step, str(path), finished, False, offset, data_fingerprint, nonce, notes, missed, cutover, seen
+    return replace(
+        new,
+        step=step,
+        source=str(path),
+        finished=finished,
+        data_offset=offset,
+        notes=notes,
+        validate=missed,
+        cutover=config.pipeline.cutover,
+        validations=[] if finished else _validations(folder, step),
+        lost_steps=cut.steps,
+        heard_of=cut.until,
     )
-    return replace(plan, lost_steps=cut.steps, heard_of=cut.until)
-
-
-def _stopped_early(config: Config, stored: Config) -> bool:
-    """A run that train.patience ended is finished until that, or its length, is changed."""
-    asked, had = config.train, stored.train
-    return bool(asked.patience) and (asked.patience, asked.steps) == (had.patience, had.steps)
 
 
 def _validations(folder: Path, step: int) -> list[tuple[int, float]]:
@@ -181,7 +180,7 @@ def write_environment(
     (folder / "environment.json").write_text(json.dumps(environment, indent=2), encoding="utf-8")
 
 
-def _ended(folder: Path, config: Config, data_fingerprint: str) -> Plan | None:
+def _ended(folder: Path, config: Config, new: Plan) -> Plan | None:
     """A finished run without a checkpoint (checkpoint.keep = 0); None where there is no such run."""
     steps, stored = finished_at(folder), _stored(folder)
     if steps is None or stored is None:
@@ -192,7 +191,7 @@ def _ended(folder: Path, config: Config, data_fingerprint: str) -> Plan | None:
         raise UserError(f"'{folder}' holds another run, finished:\n{lines}\nSet another run.dir.")
     if config.checkpoint.keep:
         return None  # its checkpoints were removed: trained again
-    return Plan(steps, None, True, False, 0, data_fingerprint, secrets.token_hex(4))
+    return replace(new, step=steps, finished=True)
 
 
 def _stored(folder: Path) -> Config | None:
@@ -217,41 +216,35 @@ def _set_aside(folder: Path, config: Config) -> list[str]:
     return [f"'{folder}' held the log of another run without a checkpoint. It is kept as '{aside.name}'."]
 
 
-def _begin(folder: Path, config: Config, data_fingerprint: str, notes: list[str]) -> Plan:
+def _begin(folder: Path, config: Config, new: Plan, notes: list[str]) -> Plan:
     """No checkpoint here: a new run, from initial weights or from another run's checkpoint."""
     notes += _set_aside(folder, config)
     cut_back(folder, -1)
     if config.run.fork_from is None:
-        config = cutovers.with_cutover(config, None)
-        nonce = secrets.token_hex(4)
-        cutover = cutovers.of(config)
-        return Plan(0, None, False, False, 0, data_fingerprint, nonce, notes, cutover=cutover)
+        return replace(new, notes=notes, cutover=cutovers.with_cutover(config, None).pipeline.cutover)
     path = checkpoint.locate(config.run.fork_from)
     manifest = checkpoint.verify(path)
     if manifest.step >= config.train.steps:
         raise UserError(
-            f"run.fork_from is at step {manifest.step}; train.steps = {config.train.steps} leaves nothing "
-            "to do. "
-            "Set train.steps higher."
+            f"run.fork_from is at step {manifest.step}; train.steps = {config.train.steps} leaves nothing to do. Set "
+            "train.steps higher."
         )
     stored = from_tree(manifest.says("config", dict))
     config = cutovers.with_cutover(config, stored)
     notes.append(f"Forked from {path} (step {manifest.step}).")
     notes += [f"Changed in the fork: {change}." for change in cutovers.changes(stored, config)]
-    offset, nonce = manifest.says("data_offset", int), secrets.token_hex(4)
-    cutover = cutovers.of(config)
-    return Plan(
-        manifest.step, str(path), False, True, offset, data_fingerprint, nonce, notes, cutover=cutover
+    return replace(
+        new,
+        step=manifest.step,
+        source=str(path),
+        forked=True,
+        data_offset=manifest.says("data_offset", int),
+        notes=notes,
+        cutover=config.pipeline.cutover,
     )
 
 
-def _check_same_run(
-    folder: Path,
-    config: Config,
-    manifest: checkpoint.Manifest,
-    data_fingerprint: str,
-    contents: Mapping[str, str],
-) -> list[str]:
+def _check_same_run(folder: Path, config: Config, manifest: checkpoint.Manifest, new: Plan) -> list[str]:
     """Refuse a start that would change the trajectory; say which allowed switch is made."""
     try:
         stored = from_tree(manifest.says("config", dict))
@@ -260,15 +253,14 @@ def _check_same_run(
     differences = cutovers.changes(stored, config)
     longer = config.train.steps > stored.train.steps
     switched = _family(stored) != _family(config)
-    allowed = {"pipeline.schedule", "pipeline.delay"}
+    allowed = {"data.path"}  # what lies there decides, by its fingerprint, and not how it is reached
+    if not switched or config.run.switch:
+        allowed |= {"pipeline.schedule", "pipeline.delay"}
     if switched and config.run.switch:
         allowed |= {"optim.correction", "optim.correction_lambda", "optim.sync_start", "optim.sync_finish"}
         allowed.add("pipeline.cutover")
-    if switched and not config.run.switch:
-        allowed.clear()
     if longer:
         allowed.add("train.steps")
-    allowed.add("data.path")  # what lies there decides, by its fingerprint, and not how it is reached
     refused: list[Change | str] = [change for change in differences if change.name not in allowed]
     ranks = stored.pipeline.data_ranks, config.pipeline.data_ranks
     if ranks[0] != ranks[1] and stored.model.experts and stored.model.balance_loss:
@@ -279,30 +271,28 @@ def _check_same_run(
         )
     if config.model.hf is not None:
         refused += changed_description(manifest.says("model", dict).get("hugging_face"), config)
-    if manifest.says("data_fingerprint", str) != data_fingerprint:
+    if manifest.says("data_fingerprint", str) != new.data_fingerprint:
         refused.append(
             f"data: the run's had the fingerprint {manifest.meta['data_fingerprint'][:12]}, this has "
-            f"{data_fingerprint[:12]}"
+            f"{new.data_fingerprint[:12]}"
         )
     else:
         had = manifest.meta.get("data_contents", {})  # not in checkpoints of before it was kept
         refused += [
             f"data: the run's {split} shards had the contents {had[split][:12]}, these have {found[:12]}"
-            for split, found in contents.items()
+            for split, found in new.data_contents.items()
             if had.get(split, found) != found
         ]
     if refused:
         lines = "\n".join(f"  - {change}" for change in refused)
         if [getattr(change, "name", "") for change in refused] == ["train.steps"]:
             raise UserError(
-                f"'{folder}' holds a run of {stored.train.steps} steps (it is at step {manifest.step}); it "
-                "cannot become "
-                f"shorter. Set train.steps={stored.train.steps} or more, or another run.dir."
+                f"'{folder}' holds a run of {stored.train.steps} steps (it is at step {manifest.step}); it cannot "
+                f"become shorter. Set train.steps={stored.train.steps} or more, or another run.dir."
             )
         hint = " To change the schedule at a checkpoint set run.switch=true." if switched else ""
         raise UserError(
-            f"'{folder}' holds another run (step {manifest.step}); resuming it like this would change "
-            f"it:\n{lines}\n"
+            f"'{folder}' holds another run (step {manifest.step}); resuming it like this would change it:\n{lines}\n"
             f"Use the same settings, another run.dir, or run.fork_from={folder}.{hint}"
         )
     notes = [extension(stored, config, manifest.step)] if longer else []
@@ -318,11 +308,9 @@ def extension(stored: Config, config: Config, step: int) -> str:
     if abs(before - after) < 0.005:
         return text + f"The learning rate goes on at {after:.0%} of its peak."
     return text + (
-        f"The learning rate is that of a {config.optim.schedule} schedule over all {config.train.steps} "
-        "steps from here on: "
-        f"it goes from {before:.0%} to {after:.0%} of its peak at step {step}, so the result is not that of "
-        "a run that was "
-        f"{config.train.steps} steps long from its start."
+        f"The learning rate is that of a {config.optim.schedule} schedule over all {config.train.steps} steps from "
+        f"here on: it goes from {before:.0%} to {after:.0%} of its peak at step {step}, so the result is not that of "
+        f"a run that was {config.train.steps} steps long from its start."
     )
 
 

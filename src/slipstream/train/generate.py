@@ -5,18 +5,20 @@ next token ~ softmax(logits / temperature) over the k likeliest
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.data.tokenizer import Tokenizer
-from slipstream.errors import CheckpointError, UserError
-from slipstream.models.stages import Stage, build_model
-from slipstream.train.decode import Decoder
-from slipstream.train.master import load_master
+from slipstream.errors import UserError
+from slipstream.models.llama import Attention, rotary_table, rotate
+from slipstream.models.stages import Stage
+from slipstream.train.master import load_master, whole_model
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Trained:
     sequence: int
 
 
-def load_trained(run: str | Path, device: str = "cpu") -> Trained:
+def load_trained(run: str | Path) -> Trained:
     """The master of the newest good checkpoint of a run."""
     master = load_master(run)
     if master.described is not None:
@@ -40,18 +42,85 @@ def load_trained(run: str | Path, device: str = "cpu") -> Trained:
     if master.model is None:
         raise UserError(
             f"'{run}' trained a model of your own ({master.config.model.module}), which only you can run. "
-            "`slipstream export "
-            f"{run} FOLDER` writes its weights for `load_state_dict`."
+            f"`slipstream export {run} FOLDER` writes its weights for `load_state_dict`."
         )
     if master.tokenizer is None:
         raise UserError(
             f"'{run}' has no tokenizer: its data came without a tokenizer.json. Put one beside it."
         )
-    model = build_model(master.model, master.config.train.seed, device)
-    missing = model.load_state_dict(master.weights, strict=False).missing_keys
-    if missing:
-        raise CheckpointError(f"'{run}' lacks {len(missing)} weights, '{missing[0]}' among them.")
-    return Trained(model.eval(), Tokenizer.load(master.tokenizer), master.step, master.config.data.sequence)
+    model = whole_model(master).eval()
+    assert isinstance(model, Stage)
+    return Trained(model, Tokenizer.load(master.tokenizer), master.step, master.config.data.sequence)
+
+
+@dataclass
+class _Past:
+    """Keys and values [1, K, capacity, h] of one layer; the first `Decoder.length` rows are filled."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class Decoder:
+    """A whole model and the keys and values it keeps of at most `capacity` tokens. Without gradients.
+
+    Invariant: `feed(a)` then `feed(b)` ends with the logits that the model gives the last token of a + b, to rounding.
+    """
+
+    def __init__(self, model: Stage, capacity: int) -> None:
+        assert model.embedding is not None, "only a whole model can write"
+        assert model.head is not None, "only a whole model can write"
+        config, weight = model.config, model.embedding.weight
+        self.capacity, self.length = capacity, 0
+        self._model = model
+        self._table = rotary_table(capacity, config.head_dim, config.rope_theta, weight.device)
+        shape = (1, config.kv_heads, capacity, config.head_dim)
+        self._past = [_Past(weight.new_empty(shape), weight.new_empty(shape)) for _ in model.layers]
+
+    def forget(self) -> None:
+        self.length = 0
+
+    @torch.no_grad()
+    def feed(self, tokens: Sequence[int]) -> Tensor:
+        """Read `tokens` after those already read; the logits [V] after the last of them.
+
+        Several tokens only into an empty memory: what follows a prompt comes one by one.
+        """
+        count = len(tokens)
+        assert self.length == 0 or count == 1, f"{count} tokens after {self.length}"
+        assert 0 < count <= self.capacity - self.length, (count, self.length, self.capacity)
+        model = self._model
+        assert model.embedding is not None
+        assert model.norm is not None
+        assert model.head is not None
+        x = model.embedding(torch.tensor([tokens], device=model.embedding.weight.device))
+        for layer, past in zip(cast("list[Any]", list(model.layers.values())), self._past, strict=True):
+            x = x + self._attend(layer.attention, layer.attention_norm(x), past)
+            rows = layer.mlp_norm(x)
+            x = x + (layer.moe(rows)[0] if model.config.experts else layer.mlp(rows))
+        self.length += count
+        logits = model.head(model.norm(x[:, -1]))[0]
+        if model.config.document_mask and tokens[-1] == model.config.end_of_document:
+            self.forget()  # the next token begins a document and sees nothing of this one
+        return logits
+
+    def _attend(self, attention: Attention, x: Tensor, past: _Past) -> Tensor:
+        count, end = x.shape[1], self.length + x.shape[1]
+        cos, sin = (part[self.length : end] for part in self._table)
+        linears = (attention.q, attention.k, attention.v)
+        q, k, v = (linear(x).view(1, count, -1, attention.head_dim) for linear in linears)
+        if attention.qk_norm:
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        past.keys[:, :, self.length : end] = rotate(k, cos, sin).transpose(1, 2)
+        past.values[:, :, self.length : end] = v.transpose(1, 2)
+        out = F.scaled_dot_product_attention(
+            rotate(q, cos, sin).transpose(1, 2),
+            past.keys[:, :, :end],
+            past.values[:, :, :end],
+            is_causal=count > 1,
+            enable_gqa=attention.heads != attention.kv_heads,
+        )
+        return attention.o(out.transpose(1, 2).reshape(1, count, -1))
 
 
 def sample(

@@ -75,6 +75,30 @@ class Monitor:
             self.failed_at, self.failure = step, why
 
 
+@dataclass
+class Best:
+    """The lowest validation loss so far. Every rank sees the same losses at the same steps, so all of them agree."""
+
+    step: int | None = None
+    loss: float = math.inf
+    since: int = 0  # validations after the best one
+
+    @classmethod
+    def after(cls, validations: Iterable[tuple[int, float]]) -> Best:
+        best = cls()
+        for step, loss in validations:
+            best.see(step, loss)
+        return best
+
+    def see(self, step: int, loss: float) -> bool:
+        """Take note of a validation; whether it is the best so far."""
+        if loss < self.loss:
+            self.step, self.loss, self.since = step, loss, 0
+            return True
+        self.since += 1
+        return False
+
+
 def checksum(tensors: Iterable[Tensor]) -> str:
     """A hash of the bits of the tensors, in order."""
     pairs = [_sums(tensor) for tensor in tensors]
@@ -115,30 +139,22 @@ def divergence(
     posts: Mapping[int, dict[str, str]], stages: int, step: int, *, replicated: bool = True
 ) -> str | None:
     """What differs though it must not, by rank; None when all is well. Ranks are data-major."""
-    for rank, own in posts.items():
-        if not replicated:
-            break
-        first = posts[rank % stages]
-        for what, value in own.items():
-            if not what.startswith("tied/") and first.get(what) != value:
-                return (
-                    f"Silent divergence at step {step}: the {what} of stage {rank % stages} differs "
-                    "between data rank "
-                    f"0 and data rank {rank // stages}. The run was stopped; earlier checkpoints are "
-                    "untouched."
-                )
+    differs, stopped = (
+        f"Silent divergence at step {step}: the",
+        "The run was stopped; earlier checkpoints are untouched.",
+    )
     tied: dict[str, dict[str, str]] = {}  # what -> checksum -> one holder
     for rank, own in posts.items():
         for key, value in own.items():
             if key.startswith("tied/"):
                 _, name, what = key.split("/", 2)
                 tied.setdefault(what, {}).setdefault(value, f"stage {rank % stages} ({name})")
+            elif replicated and posts[rank % stages].get(key) != value:
+                return (
+                    f"{differs} {key} of stage {rank % stages} differs between data rank 0 and data rank "
+                    f"{rank // stages}. {stopped}"
+                )
     for what, values in tied.items():
         if len(values) > 1:
-            holders = " and ".join(values.values())
-            return (
-                f"Silent divergence at step {step}: the tied embedding in the {what} differs between "
-                f"{holders}. "
-                "The run was stopped; earlier checkpoints are untouched."
-            )
+            return f"{differs} tied embedding in the {what} differs between {' and '.join(values.values())}. {stopped}"
     return None

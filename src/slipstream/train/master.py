@@ -6,13 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from slipstream.config import Config, from_tree
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.models import hugging_face
 from slipstream.models.sizes import ModelConfig
+from slipstream.models.stages import build_model
 from slipstream.train import checkpoint
-from slipstream.train.export import parameter_shapes
+from slipstream.train.export import export as export_ours
+from slipstream.train.export import hugging_face_class, parameter_shapes, write_own, write_transformers
 from slipstream.train.sanity import check_weights
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -67,10 +71,40 @@ def _check_shapes(path: Path, weights: dict[str, Tensor], model: ModelConfig) ->
             raise CheckpointError(f"'{path}': '{name}' {seen}, and its model needs {shape and tuple(shape)}.")
 
 
-def own_names(master: Master) -> dict[str, Tensor]:
-    """The weights of a user's own model under the names that the model itself gives them."""
-    whole = (
-        len({name.split(".")[1] for name in master.weights}) == 1
-    )  # one nn.Module, not a sequence of layers
-    skipped = 2 if whole else 1  # of layers.NUMBER.NAME
-    return {name.split(".", skipped)[skipped]: tensor for name, tensor in master.weights.items()}
+def whole_model(master: Master) -> nn.Module:
+    """Tokens in, logits out; not of a model of the user's own."""
+    if master.model is None:
+        assert master.described is not None
+        settings = master.config.model
+        assert settings.vocab is not None
+        return hugging_face.loaded(master.weights, master.described, settings.vocab, str(settings.hf))
+    model = build_model(master.model, master.config.train.seed)
+    missing = model.load_state_dict(master.weights, strict=False).missing_keys
+    if missing:
+        raise CheckpointError(f"The run lacks {len(missing)} weights, '{missing[0]}' among them.")
+    return model
+
+
+def export(master: Master, folder: Path, dtype: torch.dtype) -> str:
+    """Write the weights as a folder for others to load; what it holds, in words."""
+    weights, tokenizer, sequence = master.weights, master.tokenizer, master.config.data.sequence
+    if master.described is not None:
+        vocab = master.config.model.vocab
+        assert vocab is not None
+        return write_transformers(
+            weights,
+            master.described,
+            folder,
+            vocab=vocab,
+            tokenizer=tokenizer,
+            sequence=sequence,
+            dtype=dtype,
+        )
+    if master.model is None:
+        # One nn.Module, or a sequence of layers: layers.NUMBER.NAME is under the name that the model itself gives it.
+        skipped = 2 if len({name.split(".")[1] for name in weights}) == 1 else 1
+        own = {name.split(".", skipped)[skipped]: tensor for name, tensor in weights.items()}
+        write_own(own, folder, tokenizer=tokenizer, dtype=dtype)
+        return f"{master.config.model.module}, state dict"
+    export_ours(weights, master.model, folder, tokenizer=tokenizer, sequence=sequence, dtype=dtype)
+    return hugging_face_class(master.model)

@@ -8,6 +8,7 @@ the seed and keeps its own layers, so how the model is cut changes neither names
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from slipstream.config import Config
 from slipstream.config.objects import fetch
 from slipstream.errors import UserError
+from slipstream.models.config_json import read_described
+from slipstream.models.hugging_face import HuggingFaceStage, Parts, build
 
 
 class OwnStage(nn.Module):
@@ -57,9 +60,8 @@ class OwnModel:
         wrong = next((layer for layer in layers if not isinstance(layer, nn.Module)), None)
         if wrong is not None or not layers:
             raise UserError(
-                f"{self.key} = '{self.place}' returned {type(made).__name__} with {type(wrong).__name__} "
-                "in it. Return "
-                "an nn.Sequential, a list of nn.Modules, or one nn.Module."
+                f"{self.key} = '{self.place}' returned {type(made).__name__} with {type(wrong).__name__} in it. "
+                "Return an nn.Sequential, a list of nn.Modules, or one nn.Module."
             )
         self._mark_head(layers[-1])
         return layers
@@ -72,7 +74,6 @@ class OwnModel:
         return [weight(layer) for layer in self.layers]
 
     def describe(self) -> dict[str, Any]:
-        """For checkpoints."""
         return {"module": self.place, "vocab": self.vocab, "layers": len(self.layers), "whole": self.whole}
 
     def stages(self, config: Config, count: int, indices: list[int], device: torch.device) -> list[nn.Module]:
@@ -105,8 +106,7 @@ class OwnModel:
         if count > len(self.layers):
             hint = "Return its layers as a list, or set" if self.whole else "Set"
             raise UserError(
-                f"{self.key} = '{self.place}' has {len(self.layers)} layer{'s' * (len(self.layers) > 1)}, "
-                "too few for "
+                f"{self.key} = '{self.place}' has {len(self.layers)} layer{'s' * (len(self.layers) > 1)}, too few for "
                 f"{count} stages. {hint} pipeline.stages={len(self.layers)}."
             )
         return balanced(self._weights(), count)
@@ -168,3 +168,52 @@ def _shared(stage: nn.Module) -> list[list[str]]:
     for name, parameter in stage.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [found for found in names.values() if len(found) > 1]
+
+
+class TransformersModel(OwnModel):
+    """A model class of transformers: model.hf names its config.json, model.init_from its weights. Layers are its
+    decoder layers; the embedding goes with the first, norm and head with the last."""
+
+    key = "model.hf"
+
+    def _made(self, config: Config) -> list[nn.Module]:
+        self.described = described(config)
+        start = config.model.init_from
+        model = build(self.described, self.vocab, None if start is None else Path(start))
+        self._parts = Parts(model, self.place)
+        if config.train.activation_checkpointing:
+            self._parts.recompute()
+        return self._parts.layers
+
+    def describe(self) -> dict[str, Any]:
+        return {"hugging_face": self.described, "vocab": self.vocab, "layers": len(self.layers)}
+
+    def stages(self, config: Config, count: int, indices: list[int], device: torch.device) -> list[nn.Module]:
+        if count > 1:
+            self._parts.check_cut()
+        return super().stages(config, count, indices, device)
+
+    def _stage(self, span: range) -> nn.Module:
+        return HuggingFaceStage(self._parts, span)
+
+    def _weights(self) -> list[float]:
+        found = [weight(layer) for layer in self.layers]
+        found[-1] += weight(self._parts.head)
+        return found
+
+    def _shapes(self) -> list[tuple[int, ...]]:
+        return [(self.sequence, self._parts.width)] * len(self.layers)
+
+
+def described(config: Config) -> dict[str, Any]:
+    """What the config.json says, as it is kept with the run."""
+    return read_described(Path(str(config.model.hf)))
+
+
+def changed_description(had: Any, config: Config) -> list[str]:
+    """What the file at model.hf says otherwise than when the run began."""
+    old, new = had if isinstance(had, dict) else {}, described(config)
+    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    return [
+        f"model.hf: {key} in its config.json was {old.get(key)}, now it is {new.get(key)}" for key in changed
+    ]

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from importlib.util import find_spec
 from pathlib import Path
 
 from slipstream.config import Config, resolve
 from slipstream.config.objects import check_place
-from slipstream.config.settings import ModelSettings
+from slipstream.config.resolve import overridable
 from slipstream.data.shards import read_meta
 from slipstream.errors import UserError, install
 from slipstream.models.config_json import read_config, read_described, require_transformers
@@ -34,7 +33,7 @@ def adopt_shape(config: Config) -> Config:
     if config.model.init_from is None:
         return config
     found = read_config(Path(config.model.init_from))
-    names = [field.name for field in dataclasses.fields(found) if field.name in ModelSettings.model_fields]
+    names = overridable(found)
     given = {name: getattr(config.model, name) for name in names if name in config.model.model_fields_set}
     wrong = {name: value for name, value in given.items() if value not in (None, getattr(found, name))}
     if wrong:
@@ -44,7 +43,7 @@ def adopt_shape(config: Config) -> Config:
             f"Drop model.{name}."
         )
     values = {name: getattr(found, name) for name in names}
-    return config.model_copy(update={"model": config.model.model_copy(update=values)})
+    return config.changed(model=values)
 
 
 def _adopt_description(config: Config) -> Config:
@@ -60,7 +59,7 @@ def _adopt_description(config: Config) -> Config:
             )
     elif model.vocab is not None or adopt_vocabulary(config).model.vocab is not None:
         return config
-    return config.model_copy(update={"model": model.model_copy(update={"vocab": described["vocab_size"]})})
+    return config.changed(model={"vocab": described["vocab_size"]})
 
 
 def adopt_vocabulary(config: Config) -> Config:
@@ -70,7 +69,7 @@ def adopt_vocabulary(config: Config) -> Config:
     vocab = read_meta(Path(config.data.path)).get("vocab")
     if vocab is None:
         return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"vocab": vocab})})
+    return config.changed(model={"vocab": vocab})
 
 
 def check(config: Config) -> None:

@@ -1,7 +1,6 @@
 """What a run was made by: versions, the commit, and a fingerprint of the code itself.
 
-Invariant: every run names its code. A commit is known only in a checkout; a copy of the files on another machine, or an
-installed wheel, has none. The fingerprint is of the files that run, so it is always there and equal wherever they are.
+A commit is known only in a checkout; the fingerprint is of the files that run, so it is always there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A run made short and given random tokens: all of its code, none of its data.
-
-For whatever must happen once before the real runs, such as compiling. Shapes, optimizer and delay are the run's.
-"""
+"""A run made short and given random tokens: all of its code, none of its data. For compiling before the real runs."""
 
 from __future__ import annotations
 
@@ -18,10 +15,11 @@ UPDATES = 2
 
 def rehearsal(config: Config, folder: Path) -> Config:
     """A resolved run as two updates with a validation after each; writes its tokens into `folder`."""
-    train = config.train.model_copy(update={"steps": UPDATES, "eval_every": 1, "eval_batches": 1})
-    optim = config.optim.model_copy(update={"warmup": 0.0, "sync_start": 0.0, "sync_finish": 0.0})
-    data = config.data.model_copy(update={"path": str(_random_tokens(folder, config))})
-    return config.model_copy(update={"train": train, "optim": optim, "data": data})
+    return config.changed(
+        train={"steps": UPDATES, "eval_every": 1, "eval_batches": 1},
+        optim={"warmup": 0.0, "sync_start": 0.0, "sync_finish": 0.0},
+        data={"path": str(_random_tokens(folder, config))},
+    )
 
 
 def _random_tokens(folder: Path, config: Config) -> Path:

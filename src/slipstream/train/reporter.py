@@ -1,9 +1,7 @@
 """From finished steps to events, progress and logs, without ever holding up the pipeline.
 
-The loss is known on the last stage, the norm on every stage, each at its own time. Every rank keeps the
-steps it has submitted until both are there and then reports them in order: the leader into events.jsonl and
-onto the terminal, the others into logs/rank-K.log. A loss is on its way from the device as soon as it is
-submitted and is posted when it has arrived.
+The loss is known on the last stage, the norm on every stage, each at its own time. Every rank keeps the steps it has
+submitted until both are there and then reports them in order.
 """
 
 from __future__ import annotations
@@ -22,13 +20,14 @@ import torch
 from torch import Tensor
 
 from slipstream.config import Config
+from slipstream.config.objects import fetch
 from slipstream.metrics.append import Appending
 from slipstream.metrics.progress import Show, step_line
 from slipstream.metrics.record import Recorder
 from slipstream.metrics.throughput import Clock, Meter
 from slipstream.train.board import KEPT_STEPS, Board
 from slipstream.train.engine import Engine
-from slipstream.train.fetch import Fetch
+from slipstream.train.health import Monitor
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,31 @@ class Pending:
     norm: float | None = None
 
 
-class Reporter:
-    """One per rank."""
+class Fetch:
+    """The mean of some scalars, in double precision, on its way to the host. Asking whether it is there never waits:
+    `.item()` would hold the host until the device has done all that was queued, and the device would then idle."""
 
+    def __init__(self, scalars: list[Tensor]) -> None:
+        mean = torch.stack(scalars).double().mean()
+        self._event: torch.cuda.Event | None = None
+        self._host = mean
+        if mean.is_cuda:
+            self._host = torch.empty((), dtype=mean.dtype, pin_memory=True)
+            self._host.copy_(mean, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(mean.device))
+
+    def ready(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def value(self) -> float:
+        """The number, waiting for it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.item()
+
+
+class Reporter:
     def __init__(
         self,
         config: Config,
@@ -67,23 +88,27 @@ class Reporter:
         engine: Engine,
         board: Board,
         meter: Meter,
-        *,
+        monitor: Monitor,
+        warn: Callable[[int, str], None],
         recorder: Recorder | None,
         show: Show | None,
-        log: Path | None,
-        observe: Callable[[int, float, bool], None],
-        callback: Callable[[dict[str, Any]], Any] | None = None,
     ) -> None:
         self._config, self._seat, self._engine, self._board = config, position, engine, board
-        self._meter, self._recorder, self._show, self._observe = meter, recorder, show, observe
-        self._log = Appending(log, config.train.disk_seconds) if log is not None else None
+        self._meter, self._recorder, self._show = meter, recorder, show
+        self._monitor, self._warn = monitor, warn
+        self._log = self._callback = None
+        if position.leader and config.train.callback is not None:
+            self._callback = fetch("train.callback", config.train.callback)
+        elif not position.leader:
+            log = Path(config.run.dir) / "logs" / f"rank-{position.rank}.log"
+            log.parent.mkdir(parents=True, exist_ok=True)
+            self._log = Appending(log, config.train.disk_seconds)
         self._pending: deque[Pending] = deque()
         self._losses: deque[tuple[int, Fetch]] = deque()
         self._stages: list[dict[str, Any]] = []
         self._began = time.perf_counter()
         self.busy: tuple[float, ...] = ()
         self.reported = 0
-        self._callback = callback
         self.stop_asked = False  # by the user's callback
 
     def start(self, step: int) -> None:
@@ -159,7 +184,8 @@ class Reporter:
             self._log.write(f"step {step}  {step_line(event)}\n")
         self.busy = self._meter.busy or self.busy
         self.reported = step
-        self._observe(step, loss, skipped)
+        if (warning := self._monitor.observe(step, loss, skipped)) is not None:
+            self._warn(step, warning)
         if self._callback is not None and self._callback(event):
             self.stop_asked = True
 

@@ -1,8 +1,7 @@
 """Into an engine: the state of a checkpoint, whole or adapted to what the run is now.
 
-The same run loads it as it is, at any P and D. A switch between a delayed and a flushed schedule, and a
-fork with other settings, adapt it by the rule of the method: after a flushed update g-1, groups g ... g+d
-read z_g.
+A switch between a delayed and a flushed schedule, and a fork with other settings, adapt it by the rule of the method:
+after a flushed update g-1, groups g ... g+d read z_g.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Do all ranks see one run.dir? Each stage writes its own part of a checkpoint into it, and every rank reads it.
+"""Do all ranks see one run.dir? On several machines without a shared file system no checkpoint would ever be whole.
 
-On several machines without a shared file system each would write into a folder of its own, and no checkpoint would
-ever be whole. The leader puts a file there under a name that nobody knows, and the others look for it.
+The leader puts a file there under a name that nobody knows, and the others look for it.
 """
 
 from __future__ import annotations

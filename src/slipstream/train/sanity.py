@@ -1,7 +1,6 @@
 """Is a state what this run can go on with? Asked of every checkpoint before a tensor of it is used.
 
-Checksums tell that the bytes are those that were written, not by whom. A state is looked over as if a stranger had made
-it: every part of the kind, the shape and the names that a fresh engine has, every weight finite.
+Checksums tell that the bytes are those that were written, not by whom: every part is held against a fresh engine's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""One rank of a run from start to end: agree on what to do, train, say what was made.
+"""One rank of a run from start to end: a worker of this command, torchrun's, or the one process of the emulator.
 
-The same `run_rank` serves the workers this command starts, torchrun's ranks, and the one process of the
-emulator. Rank 0 is the leader: it alone decides (`folder.plan`), writes events and commits checkpoints.
+Rank 0 is the leader: it alone decides (`folder.plan`), writes events and commits checkpoints.
 """
 
 from __future__ import annotations
@@ -9,28 +8,32 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import signal
 import threading
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
 from slipstream.config import Config, from_tree
 from slipstream.distributed import World, started_by_torchrun
-from slipstream.distributed.launch import Asked
+from slipstream.distributed.launch import STOPS, Asked
 from slipstream.errors import HealthError, UserError
 from slipstream.train import checkpoint, closing, cutovers, same_folder
 from slipstream.train import folder as folders
 from slipstream.train.assemble import assemble, position_of
-from slipstream.train.board import Board, LocalBoard, SharedBoard, beating
+from slipstream.train.board import Board, beating
 from slipstream.train.elastic import fitted
 from slipstream.train.folder import Plan
 from slipstream.train.reporter import Position
 from slipstream.train.sources import data_folder, datasets
-from slipstream.train.stopping import stop_signals
 from slipstream.train.trainer import Outcome, train
 
+SECOND_SECONDS = 1.0  # torchrun passes a terminal's Ctrl-C on as well: two at once are one request
 MAX_FRUITLESS = 3  # rollbacks to the same checkpoint before a run gives up
 
 
@@ -43,7 +46,7 @@ def run_rank(
     """
     config = from_tree(tree)
     torch.set_num_threads(1)  # the bits of long sums depend on it
-    board: Board = LocalBoard() if world is None else SharedBoard(world.store, config.train.timeout_seconds)
+    board = Board(None if world is None else world.store, config.train.timeout_seconds)
     asked_for = config  # an elastic run may have fewer stages at the moment
     config = config if world is None else fitted(config, world.size)
     position = position_of(config, world)
@@ -52,9 +55,7 @@ def run_rank(
     with stop_signals(told) as asked, folders.disk_errors(Path(config.run.dir)), ExitStack() as held:
         for attempt in itertools.count():
             own_board = board.under(f"attempt-{attempt}")
-            if position.leader and attempt == 0:
-                _lock(config, own_board, held)
-            plan = _agree_on_plan(asked_for, config, position, data, own_board, rolled)
+            plan = _agree_on_plan(asked_for, config, position, data, own_board, rolled, held)
             if plan.finished:
                 if position.leader:
                     closing.say_finished(config, plan.step)
@@ -114,14 +115,6 @@ def _attempt(
     return outcome
 
 
-def _lock(config: Config, board: Board, held: ExitStack) -> None:
-    try:
-        held.enter_context(folders.lock(Path(config.run.dir)))
-    except UserError as error:
-        board.post("plan", {"error": str(error)})
-        raise
-
-
 def _agree_on_plan(
     asked_for: Config,
     config: Config,
@@ -129,17 +122,18 @@ def _agree_on_plan(
     data: Path | None,
     board: Board,
     rolled: Rollback | None,
+    held: ExitStack,
 ) -> Plan:
     """The leader decides; the others take its word."""
     folder = Path(config.run.dir)
     if position.leader:
         try:
+            if rolled is None:
+                held.enter_context(folders.lock(folder))
             train_data, valid_data = datasets(config, data)
             if rolled is not None:
                 checkpoint.forget_from(folders.checkpoints(folder), rolled.failed_at)
-            with beating(
-                board, "planning"
-            ):  # large checkpoints, and data seen for the first time, take a while
+            with beating(board, "planning"):  # large checkpoints, and new data, take a while
                 contents = {"training": train_data.contents(), "validation": valid_data.contents()}
                 plan = folders.plan(folder, asked_for, train_data.fingerprint(), contents)
                 notes = cutovers.waits(cutovers.decided(config, plan.cutover))
@@ -161,3 +155,38 @@ def _agree_on_plan(
     if "error" in answer:
         raise UserError(answer["error"])
     return Plan(**answer)
+
+
+@contextmanager
+def stop_signals(told: Asked | None = None) -> Iterator[threading.Event]:
+    """The event that SIGTERM, SIGINT and SIGUSR1 (of a batch system, ahead of its limit) set, at any moment from the
+    first line of a rank to its last; the loop passes it on. A second Ctrl-C interrupts; an ignored signal stays
+    ignored. `told` hears of the first one when it comes.
+
+    Our own workers are born with these signals blocked (`distributed/launch.py`): what came before this point is
+    delivered here. Outside the main thread (tests) nothing is installed.
+    """
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    first = 0.0
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        if number == signal.SIGINT and asked.is_set() and time.monotonic() - first > SECOND_SECONDS:
+            raise KeyboardInterrupt
+        first = first or time.monotonic()
+        if told is not None and not asked.is_set():
+            told.first()
+        asked.set()
+
+    numbers = [n for n in (*STOPS, signal.SIGINT) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in numbers}
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    try:
+        yield asked
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -5,9 +5,8 @@ Imports no torch, so that data that cannot be used is refused before anything sl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from slipstream.config import Config
 from slipstream.config.objects import fetch
@@ -18,26 +17,6 @@ from slipstream.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class Dataset(Protocol):
-    """What the trainer asks of data: `batch` is a pure function of the group, so that a run can be resumed."""
-
-    batch_size: int
-    num_windows: int
-
-    @property
-    def paths(self) -> Sequence[Path]:
-        """Of the shards; none where there are no shards."""
-        ...
-
-    def batch(self, group: int) -> tuple[Tensor, Tensor]: ...
-
-    def fingerprint(self) -> str: ...
-
-    def contents(self) -> str:
-        """The same for the same bytes, all of them; the same name for the same function."""
-        ...
 
 
 def data_folder(config: Config, progress: Progress = lambda *_: None) -> Path | None:
@@ -104,3 +83,6 @@ class OwnData:
 
     def contents(self) -> str:
         return self.fingerprint()
+
+
+Dataset = TokenDataset | OwnData  # `batch` is a pure function of the group, so that a run can be resumed

@@ -1,7 +1,6 @@
 """From a config to a run: refuse what cannot work, say what will happen, start the ranks. Imports no torch itself.
 
-The ranks are torchrun's, or processes started here, or (emulate) this very process. A run ends "finished", or
-"signal": stopped on request and saved.
+A run ends "finished", or "signal": stopped on request and saved.
 """
 
 from __future__ import annotations
@@ -11,18 +10,12 @@ import faulthandler
 import os
 import shlex
 import sys
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 from slipstream.config import Config
-from slipstream.data.prepare import Progress
-from slipstream.distributed import (
-    Partitions,
-    RankPool,
-    forwarded_signals,
-    partitioned,
-    started_by_torchrun,
-)
+from slipstream.distributed import RankPool, forwarded_signals, partitioned, started_by_torchrun
 from slipstream.distributed.answers import STACKS
 from slipstream.errors import StoppedError, UserError
 from slipstream.metrics.progress import unbroken_console
@@ -42,9 +35,13 @@ def start(config: Config) -> str:
         return _under_torchrun(config, command)
     config = preflight.prepare(config)
     preflight.check(config)
-    say = _Say(quiet=config.train.quiet)
+    say = _nothing if config.train.quiet else _say
     say(banner(config))
-    data_folder(config, _first_time(say))
+    once = cache(say)
+    data_folder(
+        config,
+        lambda *_: once("Tokenising Python's standard library, once; it is kept in ~/.cache/slipstream ..."),
+    )
     asked = Words(config)
     if config.pipeline.schedule == "emulate":
         say("Importing torch ...")
@@ -55,16 +52,21 @@ def start(config: Config) -> str:
         except KeyboardInterrupt:
             asked.second()
             raise StoppedError("Stopped at once.") from None
-    assert config.pipeline.stages is not None
-    nproc = config.pipeline.stages * config.pipeline.data_ranks
+    nproc = ranks_of(config)
     with ExitStack() as stack:
         environment = None
         if config.pipeline.partitions:
-            environment = stack.enter_context(_partitions(config, nproc)).environment
+            from slipstream.train import build
+
+            if build.device(config).type != "cuda":
+                raise UserError(
+                    "pipeline.partitions cuts a GPU, and torch sees none. Set pipeline.partitions=false."
+                )
+            environment = stack.enter_context(partitioned(nproc)).environment
         say(f"Starting {nproc} process{'es' * (nproc > 1)}; importing torch takes them a few seconds ...")
         pool = stack.enter_context(RankPool(nproc, environment))
         stop = stack.enter_context(forwarded_signals(pool, asked))
-        return supervise(pool, stop, config, command, say.always)
+        return supervise(pool, stop, config, command, _say)
 
 
 def _under_torchrun(config: Config, command: str) -> str:
@@ -80,18 +82,10 @@ def _under_torchrun(config: Config, command: str) -> str:
         if world.spare:
             world.wait_until_over()
             return "finished"
-        if world.rank == 0:
-            _Say(quiet=config.train.quiet)(banner(now))
+        if world.rank == 0 and not config.train.quiet:
+            _say(banner(now))
         asked = Words(config) if world.rank == 0 else None
         return run_rank(world, config.model_dump(), command, asked)["reason"]
-
-
-def _partitions(config: Config, count: int) -> AbstractContextManager[Partitions]:
-    from slipstream.train import build
-
-    if build.device(config).type != "cuda":
-        raise UserError("pipeline.partitions cuts a GPU, and torch sees none. Set pipeline.partitions=false.")
-    return partitioned(count)
 
 
 class Words:
@@ -118,29 +112,12 @@ class Words:
             os.write(2, f"{chr(10) * os.isatty(2)}{text}\n".encode())
 
 
-class _Say:
-    def __init__(self, *, quiet: bool) -> None:
-        self._console, self._quiet = unbroken_console(), quiet
-
-    def __call__(self, text: str) -> None:
-        if not self._quiet:
-            self.always(text)
-
-    def always(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, markup=False)
+def _say(text: str) -> None:
+    unbroken_console().print(text, soft_wrap=True, markup=False)
 
 
-def _first_time(say: _Say) -> Progress:
-    """Named once: the embedded corpus is tokenised on the first run only, which takes seconds."""
-    told = False
-
-    def progress(what: str, done: int, total: int | None) -> None:
-        nonlocal told
-        if not told:
-            say("Tokenising Python's standard library, once; it is kept in ~/.cache/slipstream ...")
-            told = True
-
-    return progress
+def _nothing(text: str) -> None:
+    """What a quiet run says."""
 
 
 def own_command() -> str:

@@ -1,9 +1,8 @@
-"""A state tree on disk: tensors as safetensors, everything else as JSON. Invariant: nothing is ever
-unpickled.
+"""A state tree on disk: tensors as safetensors, everything else as JSON. Invariant: nothing is ever unpickled.
 
-A tree is nested dicts with string keys whose leaves are tensors, numbers, strings, booleans, None, or lists
-of those. Each leaf tensor is stored under its path ("optimizer/layers.0.mlp.up.weight/exp_avg") and the JSON
-tree keeps {"$tensor": path} in its place. A piece is one such pair of files, written by one rank.
+A tree is nested dicts with string keys. Each leaf tensor is stored under its path
+("optimizer/layers.0.mlp.up.weight/exp_avg") and the JSON tree keeps {"$tensor": path} in its place. A piece is one such
+pair of files, written by one rank.
 """
 
 from __future__ import annotations
@@ -136,12 +135,13 @@ def write_piece(folder: Path, name: str, tree: dict[str, Any]) -> dict[str, Dige
     try:
         save_file(_unshared(tensors), weights)
         sync(weights)
-        digests = {weights.name: digest(weights)}
+        stored = digest(weights)
         draft = folder / f".{name}.json"
-        draft.write_text(json.dumps({"tree": scalars, "files": _plain(digests)}), encoding="utf-8")
+        about = {"tree": scalars, "files": {weights.name: asdict(stored)}}
+        draft.write_text(json.dumps(about), encoding="utf-8")
         sync(draft)
         draft.rename(text)
-        return digests | {text.name: digest(text)}
+        return {weights.name: stored, text.name: digest(text)}
     except (OSError, SafetensorError) as error:
         weights.unlink(missing_ok=True)
         raise CheckpointError(f"'{weights}' could not be written: {error}.") from error
@@ -164,16 +164,11 @@ def digest(path: Path) -> Digest:
 
 
 def sync(path: Path) -> None:
-    """Force a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _plain(digests: dict[str, Digest]) -> dict[str, Any]:
-    return {name: asdict(value) for name, value in digests.items()}
 
 
 def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

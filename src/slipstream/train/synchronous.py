@@ -1,14 +1,11 @@
 """Torch's own synchronous schedules with our update, as the training loop drives them.
 
-The forwards and backwards are torch's classes; the update is the engine's (`pipeline/update.py`, delay 0),
-so that clipping over all stages, tied weights, data parallelism, skipping and checkpoints are the same as
-under 2BW:
+The forwards and backwards are torch's classes; the update is the engine's (`pipeline/update.py`, delay 0):
 
     z_{g+1} = Optimizer(z_g, state, G_g),   G_g the mean gradient at z_g
 
 The loss is divided by m before the backward, as the engine does, and where the banks are narrower than the master each
 microbatch's gradient is added to a wide sum, so the gradients are those of `delay=0` in the emulator, bit for bit.
-Validation is at the master, along the same placement.
 """
 
 from __future__ import annotations
@@ -43,9 +40,8 @@ from slipstream.pipeline.watched_stage import TorchTrace, WatchedStage
 from slipstream.schedule.cutover import Cutover, always
 from slipstream.schedule.timeline import Span
 from slipstream.train import build
-from slipstream.train.engine import AfterUpdate
+from slipstream.train.engine import mesh_groups
 from slipstream.train.own_model import OwnModel
-from slipstream.train.pipelined import mesh_groups
 
 _TORCH: dict[str, Callable[..., Any]] = {
     "1f1b": Schedule1F1B,
@@ -131,11 +127,11 @@ class Synchronous:
         self._group = 0
 
     @property
-    def after_update(self) -> AfterUpdate | None:
+    def after_update(self) -> Callable[[int], None] | None:
         return self._updater.after_update
 
     @after_update.setter
-    def after_update(self, hook: AfterUpdate | None) -> None:
+    def after_update(self, hook: Callable[[int], None] | None) -> None:
         self._updater.after_update = hook
 
     @property

@@ -2,9 +2,9 @@
 
 | task | what it asks | what it reports |
 |---|---|---|
-| `NAME_windows` | the windows that our validation reads | `nats_per_token`, our validation loss; `bits_per_byte` |
-| `NAME_documents` | whole documents, each from its beginning | `bits_per_byte`, `byte_perplexity`, `word_perplexity` |
-| `NAME_choice` | which of four texts goes on from a beginning, one is the real one | `acc`, `acc_norm` |
+| `held_out_windows` | the windows that our validation reads | `nats_per_token`, our validation loss; `bits_per_byte` |
+| `held_out_documents` | whole documents from their beginning | `bits_per_byte`, `byte_perplexity`, `word_perplexity` |
+| `held_out_choice` | which of four texts goes on from a beginning, one is the real one | `acc`, `acc_norm` |
 
 lm_eval speaks text, not tokens: a window is asked only if its text is cut into the same tokens again (at its edges a
 merge may come out otherwise, or a letter be cut in two). `Written` says which were asked and how many left out.
@@ -38,36 +38,36 @@ test_split: test
 metadata: {{version: 1.0}}
 """
 _WINDOWS = """\
-task: {name}_windows
+task: held_out_windows
 output_type: loglikelihood
-doc_to_text: "{{{{context}}}}"
-doc_to_target: "{{{{continuation}}}}"
+doc_to_text: "{{context}}"
+doc_to_target: "{{continuation}}"
 target_delimiter: ""
-process_results: !function {module}.of_window
+process_results: !function held_out_functions.of_window
 metric_list:
-  - {{metric: nats_per_token, aggregation: !function {module}.mean, higher_is_better: false}}
-  - {{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}}
+  - {metric: nats_per_token, aggregation: !function held_out_functions.mean, higher_is_better: false}
+  - {metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}
 """
 _DOCUMENTS = """\
-task: {name}_documents
+task: held_out_documents
 output_type: loglikelihood_rolling
 doc_to_text: ""
-doc_to_target: "{{{{text}}}}"
+doc_to_target: "{{text}}"
 metric_list:
   - metric: bits_per_byte
   - metric: byte_perplexity
   - metric: word_perplexity
 """
 _CHOICE = """\
-task: {name}_choice
+task: held_out_choice
 output_type: multiple_choice
-doc_to_text: "{{{{context}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{answer}}}}"
+doc_to_text: "{{context}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
 target_delimiter: ""
 metric_list:
-  - {{metric: acc, aggregation: mean, higher_is_better: true}}
-  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+  - {metric: acc_norm, aggregation: mean, higher_is_better: true}
 """
 _FUNCTIONS = '''\
 """What lm_eval reports of a window: written with the tasks, and asked by them."""
@@ -93,17 +93,10 @@ class Written:
     questions: int
 
 
-def write_tasks(
-    folder: Path, dataset: TokenDataset, tokenizer: Tokenizer, windows: int, name: str = "held_out"
-) -> Written:
-    """Write tasks of the first `windows` windows of the split, in its order, into a new folder.
-
-    `lm_eval --include_path FOLDER --tasks NAME_windows,NAME_documents,NAME_choice` asks them.
-    """
+def write_tasks(folder: Path, dataset: TokenDataset, tokenizer: Tokenizer, windows: int) -> Written:
+    """Write tasks of the first `windows` windows of the split, in its order, into a new folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} already exists. Choose another folder for the tasks, or delete it first.")
-    if not name.isidentifier():
-        raise UserError(f"'{name}' cannot name a task. Use letters, digits and underscores.")
     rows = _rows(dataset, windows)
     found = [(row, doc) for row in rows if (doc := _window(row, tokenizer)) is not None]
     asked = [doc for _, doc in found]
@@ -114,18 +107,17 @@ def write_tasks(
     documents = [{"text": text} for text in _documents(rows, tokenizer)]
     questions = list(_questions(rows, tokenizer))
     folder.mkdir(parents=True, exist_ok=True)
-    module = f"{name}_functions"
-    (folder / f"{module}.py").write_text(_FUNCTIONS)
+    (folder / "held_out_functions.py").write_text(_FUNCTIONS)
     kinds = {
         "windows": (_WINDOWS, asked),
         "documents": (_DOCUMENTS, documents),
         "choice": (_CHOICE, questions),
     }
     for kind, (described, docs) in kinds.items():
-        data = (folder / f"{name}_{kind}.jsonl").resolve()
+        data = (folder / f"held_out_{kind}.jsonl").resolve()
         data.write_text("".join(f"{json.dumps(doc)}\n" for doc in docs))
         shared = _SHARED.format(data=json.dumps(str(data)))
-        (folder / f"{name}_{kind}.yaml").write_text(described.format(name=name, module=module) + shared)
+        (folder / f"held_out_{kind}.yaml").write_text(described + shared)
     return Written([row for row, _ in found], len(rows) - len(found), len(documents), len(questions))
 
 

@@ -1,12 +1,16 @@
-"""The measured timeline of a few groups, as one event: what each stage did and when, beside its typical costs.
-
-The event's `predicted` holds the costs a simulator needs to lay its prediction over the measurement.
+"""A few groups as they were: our own timeline as one event, with the costs a simulator needs to predict it, and a
+trace by torch's profiler.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import torch
+
 from slipstream.config import Config
-from slipstream.config.resolve import updates
+from slipstream.config.settings import updates
 from slipstream.metrics.record import Recorder
 from slipstream.schedule.actions import Action, Kind
 from slipstream.schedule.costs import measured_costs
@@ -79,3 +83,32 @@ class Tracing:
             rows = [row for part in found for row in part]
             spans = [Span(row[0], Action(Kind(row[1]), *row[2:6]), *row[6:]) for row in rows]
             self._recorder.write("timeline", self._at, spans=rows, predicted=measured_costs(spans))
+
+
+class Profiling:
+    """A trace by torch's own profiler (train.profile), one file per rank, for ui.perfetto.dev or chrome://tracing:
+    switched on before the update after step `at`, and off three updates later. 0: never."""
+
+    def __init__(self, folder: Path, rank: int, at: int) -> None:
+        self._path, self._at = folder / "profile" / f"rank-{rank}.json", at
+        self._running: Any = None
+
+    def before(self, step: int) -> None:
+        """Called with the number of groups submitted, before the next one is."""
+        if self._at and step == self._at:
+            kinds = [torch.profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                kinds.append(torch.profiler.ProfilerActivity.CUDA)
+            self._running = torch.profiler.profile(activities=kinds)
+            self._running.start()
+        elif self._running is not None and step >= self._at + GROUPS:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what was recorded, if anything is being recorded."""
+        if self._running is None:
+            return
+        self._running.stop()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._running.export_chrome_trace(str(self._path))
+        self._running = None

@@ -1,9 +1,7 @@
-"""The training loop, top to bottom. It knows groups, steps and checkpoints; engines know how they are
-computed.
+"""The training loop, top to bottom. Update g is step g + 1.
 
-Update g is step g + 1. The loop submits groups; losses, norms and checkpoints of a group come when they come
-(`reporter.py`, `writer.py`), and nothing in the loop waits for another rank except where the pipeline is
-drained.
+Losses, norms and checkpoints of a group come when they come (`reporter.py`, `writer.py`), and nothing in the loop waits
+for another rank except where the pipeline is drained.
 """
 
 from __future__ import annotations
@@ -22,16 +20,14 @@ from slipstream.errors import CheckpointError, HealthError, StageError
 from slipstream.metrics.progress import Show
 from slipstream.metrics.record import Recorder
 from slipstream.train import batches, checkpoint, health
-from slipstream.train.best import Best
 from slipstream.train.board import Board
 from slipstream.train.build import Model
 from slipstream.train.engine import Engine, losses_of
 from slipstream.train.evaluate import validate
-from slipstream.train.profiling import Profiling
 from slipstream.train.reporter import Position, Reporter
 from slipstream.train.sources import Dataset
 from slipstream.train.state import Copier
-from slipstream.train.timeline import Tracing, recorded_from
+from slipstream.train.timeline import Profiling, Tracing, recorded_from
 from slipstream.train.writer import Writer
 
 
@@ -52,7 +48,7 @@ class RunParts:
     reporter: Reporter
     writer: Writer
     monitor: health.Monitor
-    best: Best
+    best: health.Best
     recorder: Recorder | None  # the leader's, as is `show`
     show: Show | None
     meta: dict[str, Any]  # what every checkpoint says of its run
@@ -109,7 +105,9 @@ def train(
             saver.save(step)
         loss = None
         if reason == "finished":
-            loss = _last_validation(parts, saver, step, ended_early)
+            loss = _validate(parts, step, silently=ended_early)
+            if not ended_early and parts.best.see(step, loss) and config.checkpoint.best:
+                saver.keep_best(step)  # that state was saved before its loss was known
         parts.writer.finish()
     return Outcome(step, reason, loss, parts.monitor.failed_at if reason == "rollback" else None)
 
@@ -157,14 +155,6 @@ def _validated(parts: RunParts, saver: _Saver, step: int) -> bool:
     return False
 
 
-def _last_validation(parts: RunParts, saver: _Saver, step: int, known: bool) -> float:
-    """The loss of the last state. Where it is the best one, that state was saved before this was known."""
-    loss = _validate(parts, step, silently=known)
-    if not known and parts.best.see(step, loss) and parts.config.checkpoint.best:
-        saver.keep_best(step)
-    return loss
-
-
 class _Saver:
     """What happens at update boundaries, on each rank when it passes them: snapshots and hashes."""
 
@@ -179,7 +169,8 @@ class _Saver:
         step, config = group + 1, self._parts.config
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             self.save(step)
-        if self._comparable and config.health.hash_every and step % config.health.hash_every == 0:
+        comparable = self._parts.position.data_ranks > 1 or bool(self._parts.tied)
+        if comparable and config.health.hash_every and step % config.health.hash_every == 0:
             state = self._parts.engine.capture()
             self._parts.board.post(
                 f"hash/{step}/{self._parts.position.rank}", health.fingerprint(state, self._parts.tied)
@@ -224,10 +215,6 @@ class _Saver:
             )
             if problem is not None:
                 raise StageError(problem)
-
-    @property
-    def _comparable(self) -> bool:
-        return self._parts.position.data_ranks > 1 or bool(self._parts.tied)
 
 
 def _agree_on_reason(parts: RunParts, step: int) -> str:

@@ -1,9 +1,8 @@
 """Checkpoints written behind the training loop's back, by one thread per rank.
 
-Each rank's thread writes its own piece; the leader's thread then waits for all pieces and for the step events
-up to that step, and commits. Invariant: `commit` happens after every event up to its step is in
-events.jsonl, so cutting the log back to a checkpoint on resume never loses a step. A failed attempt (a full
-disk, a lost rank) removes its own draft, is reported, and leaves every earlier checkpoint alone.
+Invariant: the leader commits when every piece is there and every event up to that step is in events.jsonl, so cutting
+the log back on resume never loses a step. A failed attempt (a full disk, a lost rank) removes its own draft, is
+reported, and leaves every earlier checkpoint alone.
 """
 
 from __future__ import annotations
@@ -107,22 +106,19 @@ class Writer:
 
     def _work(self) -> None:
         try:
-            self._write_all()
+            while (job := self._jobs.get()) is not None:
+                step, tree, meta = job
+                try:
+                    self._save(step, tree, meta)
+                    self._last_failure = None
+                except CheckpointError as error:
+                    self._last_failure = error
+                    if self._closed.is_set():
+                        return
+                    text = f"Checkpoint of step {step} failed: {error} Earlier checkpoints are untouched."
+                    self.failed(step, text)
         except Exception as error:
             self._broken = error
-
-    def _write_all(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            step, tree, meta = job
-            try:
-                self._save(step, tree, meta)
-                self._last_failure = None
-            except CheckpointError as error:
-                self._last_failure = error
-                if self._closed.is_set():
-                    return
-                text = f"Checkpoint of step {step} failed: {error} Earlier checkpoints are untouched."
-                self.failed(step, text)
 
     def _save(self, step: int, given: Snapshot | dict[str, Any], meta: dict[str, Any]) -> None:
         tree: dict[str, Any] = given.complete() if isinstance(given, Snapshot) else given

@@ -1,0 +1,336 @@
+"""What cannot work, in sentences: a setting that cannot take effect, or settings that contradict each other.
+
+Invariant: nothing here depends on the machine. `given` is the run as it was asked for, `config` as it was derived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slipstream.config.settings import Config, ModelSettings, updates
+from slipstream.models.sizes import ModelConfig
+from slipstream.optimizers import CORRECTION_NAMES, OPTIMIZERS, unknown
+
+
+def refused(given: Config, config: Config, model: ModelConfig | None, world: int | None) -> Iterator[str]:
+    """Every problem of a run; `model` is None where it is not ours, or could not be made."""
+    yield from _ranks(config, world)
+    yield from _without_checkpoints(given)
+    yield from _restarts(given, config)
+    yield from _optim(config)
+    if model is not None:
+        yield from _layers(config, model)
+    elif config.own_model:
+        yield from _own_model(given)
+    yield from _pipeline(config)
+    yield from _train(config)
+
+
+def _ranks(config: Config, world: int | None) -> Iterator[str]:
+    pipeline = config.pipeline
+    assert pipeline.stages is not None
+    ranks = pipeline.stages * pipeline.data_ranks
+    exact = world is not None and pipeline.schedule != "emulate" and not pipeline.elastic
+    if exact and ranks != world:
+        yield (
+            f"{pipeline.stages} stages x {pipeline.data_ranks} data ranks need {ranks} ranks, and torchrun started "
+            f"{world}. Set pipeline.stages x pipeline.data_ranks = {world}, or nproc."
+        )
+
+
+def _without_checkpoints(given: Config) -> Iterator[str]:
+    """With checkpoint.keep = 0 nothing is saved, so nothing that needs a saved state may be asked for."""
+    asked = {
+        "checkpoint.every": (given.checkpoint, "every"),
+        "checkpoint.best": (given.checkpoint, "best"),
+        "train.sample_tokens": (given.train, "sample_tokens"),
+    }
+    for key, (section, name) in asked.items():
+        value = getattr(section, name) if name in section.model_fields_set else None
+        if value and not given.checkpoint.keep:
+            yield (
+                f"{key} = {value} cannot take effect: checkpoint.keep = 0 writes no checkpoint. Set {key}=0, or "
+                "checkpoint.keep=1."
+            )
+
+
+def _restarts(given: Config, config: Config) -> Iterator[str]:
+    pipeline, restarts = config.pipeline, given.train.restarts
+    assert pipeline.stages is not None
+    if pipeline.schedule == "emulate" and (pipeline.elastic or restarts):
+        yield (
+            "pipeline.elastic and train.restarts cannot take effect with pipeline.schedule=emulate, which runs in one "
+            "process. Drop them."
+        )
+    if not pipeline.elastic:
+        if "least_stages" in pipeline.model_fields_set and pipeline.least_stages > 1:
+            yield "pipeline.least_stages cannot take effect without pipeline.elastic=true."
+        return
+    if pipeline.boundaries is not None:
+        yield (
+            f"pipeline.elastic changes the number of stages, and pipeline.boundaries = {pipeline.boundaries} fixes it. "
+            "Drop one of them."
+        )
+    if restarts == 0:
+        yield "pipeline.elastic cannot take effect with train.restarts = 0. Set train.restarts=3, say."
+    if pipeline.least_stages > pipeline.stages:
+        yield f"pipeline.least_stages = {pipeline.least_stages} is more than pipeline.stages = {pipeline.stages}."
+
+
+def _optim(config: Config) -> Iterator[str]:
+    optim, pipeline, correction = config.optim, config.pipeline, config.optim.correction
+    assert correction is not None
+    if optim.name not in OPTIMIZERS:
+        yield "optim.name: " + unknown("optimizer", optim.name, OPTIMIZERS)
+    if correction not in CORRECTION_NAMES and ":" not in correction:  # with a colon: the place of a class
+        yield "optim.correction: " + unknown("correction", correction, CORRECTION_NAMES)
+    if not config.late and correction != "none":
+        yield (
+            f"optim.correction = '{correction}' cannot take effect: pipeline.schedule = '{pipeline.schedule}' "
+            f"with delay {0 if config.synchronous else pipeline.delay} has no delay to correct. Set "
+            "optim.correction=none, or pipeline.schedule=2bw."
+        )
+    if not config.late and (optim.sync_start or optim.sync_finish):
+        yield (
+            f"optim.sync_start = {optim.sync_start} and optim.sync_finish = {optim.sync_finish} cannot take "
+            f"effect: every update of pipeline.schedule = '{pipeline.schedule}' is flushed. Set them to 0."
+        )
+    if correction in ("none", "lr_scaling") and optim.correction_lambda is not None:
+        without = "without a correction" if correction == "none" else "with optim.correction=lr_scaling"
+        yield (
+            f"optim.correction_lambda = {optim.correction_lambda} cannot take effect {without}. "
+            "Set optim.correction=error_feedback, or drop it."
+        )
+    if config.model.init_from is not None and "name" not in optim.model_fields_set:
+        yield (
+            "model.init_from needs optim.name named explicitly: Muon on weights pretrained with Adam is known to "
+            "degrade them. Set optim.name=adamw (safest) or optim.name=muon to insist."
+        )
+    if optim.betas is not None and not all(0 <= beta < 1 for beta in optim.betas):
+        yield f"optim.betas = {optim.betas}: every rate must lie in [0, 1)."
+    if optim.floor and optim.schedule == "constant":
+        yield f"optim.floor = {optim.floor} cannot take effect with optim.schedule=constant. Drop it."
+
+
+def _own_model(config: Config) -> Iterator[str]:
+    """Of a model that is the user's own, or transformers', nothing but the vocabulary is ours to set."""
+    hf, module = config.model.hf, config.model.module
+    if hf is not None and module is not None:
+        yield (f"model.hf = '{hf}' and model.module = '{module}' both name the model. Drop one of them.")
+    ours = ("module", "vocab") if hf is None else ("hf", "module", "vocab", "init_from")
+    shape = [name for name in ModelSettings.model_fields if name not in ours]
+    given = [
+        f"model.{name}"
+        for name in shape
+        if name in config.model.model_fields_set and getattr(config.model, name) not in (None, "cpu-default")
+    ]
+    if config.train.activation_checkpointing and hf is None:
+        given.append("train.activation_checkpointing")
+    if config.data.mask_documents:
+        given.append("data.mask_documents")
+    if given and hf is not None:
+        yield (
+            f"{', '.join(given)} cannot take effect: model.hf = '{hf}' is a model of transformers. Drop what is set "
+            "here; the shape is changed in its config.json."
+        )
+    elif given:
+        yield (
+            f"{', '.join(given)} cannot take effect: model.module = '{module}' is your own model. Drop "
+            "what is set here, and do it in your model."
+        )
+
+
+def _layers(config: Config, model: ModelConfig) -> Iterator[str]:
+    pipeline = config.pipeline
+    assert pipeline.stages is not None
+    modules = pipeline.stages * config.chunks
+    if pipeline.boundaries is not None:
+        bounds = pipeline.boundaries
+        if len(bounds) != modules - 1:
+            yield (
+                f"pipeline.boundaries = {bounds} names {len(bounds)} boundaries; {modules} stage modules need "
+                f"{modules - 1}. List the first layer of each stage but the first."
+            )
+        elif any(a >= b for a, b in zip([0, *bounds], [*bounds, model.layers], strict=True)):
+            yield (
+                f"pipeline.boundaries = {bounds} must rise strictly between 0 and {model.layers} (the layers)."
+            )
+    elif modules > model.layers:
+        yield (
+            f"{model.layers} layers cannot fill {modules} stage modules ({pipeline.stages} stages, {config.chunks} "
+            f"per rank). Set pipeline.stages to at most {model.layers // config.chunks}."
+        )
+
+
+def _pipeline(config: Config) -> Iterator[str]:
+    pipeline = config.pipeline
+    stages, m = pipeline.stages, pipeline.microbatches
+    assert stages is not None
+    if pipeline.schedule == "emulate":
+        if stages != 1 or pipeline.data_ranks != 1:
+            yield (
+                f"pipeline.schedule = 'emulate' runs in one process; pipeline.stages = {stages} and "
+                f"pipeline.data_ranks = {pipeline.data_ranks} cannot take effect. Set both to 1."
+            )
+        delays = pipeline.delay if isinstance(pipeline.delay, list) else [pipeline.delay]
+        if not delays or min(delays) < 0:
+            yield f"pipeline.delay = {pipeline.delay} must not be negative or empty."
+        elif pipeline.mismatch not in (0, [0]):
+            yield from _mismatch(config, delays)
+        if config.model.layers is not None and len(delays) > config.model.layers:
+            yield (
+                f"pipeline.delay = {pipeline.delay} names {len(delays)} stages, and {config.model.layers} layers "
+                f"cannot fill them. List at most {config.model.layers} delays."
+            )
+    elif m < stages:
+        yield (
+            f"pipeline.microbatches = {m} is less than pipeline.stages = {stages}. Set "
+            f"pipeline.microbatches to at least {stages}, or use fewer stages."
+        )
+    if pipeline.schedule != "emulate" and pipeline.delay != 1:
+        yield (
+            f"pipeline.delay = {pipeline.delay} cannot take effect: pipeline.schedule = '{pipeline.schedule}' has a "
+            f"delay of {0 if config.synchronous else 1}. Set pipeline.schedule=emulate for other delays."
+        )
+    yield from _cutover(config)
+    if pipeline.schedule != "emulate" and pipeline.mismatch != 0:
+        yield (
+            f"pipeline.mismatch = {pipeline.mismatch} cannot take effect: pipeline.schedule = "
+            f"'{pipeline.schedule}' keeps a forward's weights for its backward. Set pipeline.schedule=emulate."
+        )
+    if pipeline.schedule != "2bw":
+        if pipeline.in_flight is not None:
+            yield "pipeline.in_flight takes effect with pipeline.schedule=2bw only. Drop it."
+        if pipeline.shard_optimizer:
+            yield "pipeline.shard_optimizer takes effect with pipeline.schedule=2bw only. Drop it."
+    elif pipeline.in_flight is not None and not stages <= pipeline.in_flight <= m + 1:
+        yield (
+            f"pipeline.in_flight = {pipeline.in_flight} must lie between the stages ({stages}) and "
+            f"microbatches + 1 ({m + 1})."
+        )
+    if config.chunks == 2 and m % stages:
+        yield (
+            f"pipeline.schedule = '{pipeline.schedule}' needs pipeline.microbatches ({m}) divisible by "
+            f"pipeline.stages ({stages})."
+        )
+    if pipeline.schedule == "zbv" and config.data.mask_documents:
+        yield "data.mask_documents does not work with pipeline.schedule=zbv. Use 2bw or 1f1b."
+    if pipeline.schedule == "zbv" and config.model.experts:
+        yield (
+            f"model.experts = {config.model.experts} does not work with pipeline.schedule=zbv: torch cannot cut the "
+            "backward of a routed layer in two. Use 2bw, 1f1b or interleaved_1f1b."
+        )
+    if pipeline.shard_optimizer and pipeline.data_ranks == 1:
+        yield "pipeline.shard_optimizer needs pipeline.data_ranks of 2 or more to take effect."
+    if pipeline.partitions and (pipeline.schedule == "emulate" or config.train.device == "cpu"):
+        yield (
+            f"pipeline.partitions cuts one GPU among the ranks; with pipeline.schedule = '{pipeline.schedule}' "
+            f"and train.device = '{config.train.device}' it cannot take effect. Drop it."
+        )
+    if pipeline.microbatch_size % pipeline.data_ranks:
+        yield (
+            f"pipeline.microbatch_size = {pipeline.microbatch_size} cannot be shared by pipeline.data_ranks = "
+            f"{pipeline.data_ranks}. Make it a multiple."
+        )
+
+
+def _cutover(config: Config) -> Iterator[str]:
+    pipeline, optim = config.pipeline, config.optim
+    cutover, m = pipeline.cutover, pipeline.microbatches
+    if cutover is None:
+        return
+    if config.synchronous:
+        yield (
+            f"pipeline.cutover = {cutover} cannot take effect: pipeline.schedule = '{pipeline.schedule}' reads the "
+            "newest weights only. Drop it, or set pipeline.schedule=2bw."
+        )
+        return
+    if pipeline.delay != 1 or pipeline.mismatch not in (0, [0]):
+        yield (
+            f"pipeline.cutover = {cutover} is of 2BW, where every stage is one update late: it does not go with "
+            f"pipeline.delay = {pipeline.delay} and pipeline.mismatch = {pipeline.mismatch}. Drop it, or those."
+        )
+    if isinstance(cutover, list) and pipeline.schedule == "2bw":
+        yield (
+            f"pipeline.cutover = {cutover}: the stages of a pipeline share one, so that a microbatch reads one version "
+            "all the way. Give one number, or set pipeline.schedule=emulate."
+        )
+    elif isinstance(cutover, list):
+        layers = config.model.layers
+        if not cutover or min(cutover) < 0 or max(cutover) > m:
+            yield f"pipeline.cutover = {cutover} must lie between 0 and the microbatches ({m})."
+        elif layers is not None and len(cutover) > layers:
+            yield (
+                f"pipeline.cutover = {cutover} names {len(cutover)} stages, and {layers} layers cannot fill them."
+            )
+    if optim.correction == "delay_compensation" and cutover not in (0, m):
+        yield (
+            f"pipeline.cutover = {cutover} does not go with optim.correction=delay_compensation, which changes a "
+            "gradient taken at one bank. Set optim.correction=error_feedback or none, or drop it."
+        )
+
+
+def _mismatch(config: Config, delays: list[int]) -> Iterator[str]:
+    """A backward can only see newer weights where its forward's own are the ones autograd kept."""
+    mismatch, train, optim = config.pipeline.mismatch, config.train, config.optim
+    lags = mismatch if isinstance(mismatch, list) else [mismatch] * len(delays)
+    if len(lags) != len(delays) or any(not 0 <= lag <= late for lag, late in zip(lags, delays, strict=False)):
+        yield (
+            f"pipeline.mismatch = {mismatch} must give one number for each stage of pipeline.delay = "
+            f"{config.pipeline.delay}, none negative or above that stage's delay."
+        )
+    if train.dtype == "bfloat16_autocast" or train.compile:
+        yield (
+            "pipeline.mismatch cannot take effect under train.dtype=bfloat16_autocast or train.compile, where the "
+            "backward may read a copy of the weights. Set train.dtype=bfloat16 (or float32) and train.compile=false."
+        )
+    if optim.sync_start or optim.sync_finish:
+        yield (
+            f"pipeline.mismatch = {mismatch} does not go with optim.sync_start and optim.sync_finish: a flushed "
+            "update has no mismatch. Set them to 0."
+        )
+
+
+def _train(config: Config) -> Iterator[str]:
+    train, optim = config.train, config.optim
+    if train.dtype != "float32" and train.device == "cpu":
+        yield f"train.dtype = '{train.dtype}' is unusably slow on a CPU. Set train.dtype=float32."
+    if train.gradient_dtype is not None and (train.dtype != "bfloat16" or config.synchronous):
+        yield (
+            f"train.gradient_dtype = '{train.gradient_dtype}' goes with train.dtype=bfloat16 and the 2bw or emulate "
+            "schedule only. Drop it."
+        )
+    if train.cuda_graphs and (config.pipeline.schedule != "emulate" or train.device == "cpu"):
+        yield (
+            "train.cuda_graphs records the microbatches of one process on a GPU; with pipeline.schedule = "
+            f"'{config.pipeline.schedule}' and train.device = '{train.device}' it cannot take effect. Drop it."
+        )
+    if train.cuda_graphs and config.pipeline.mismatch not in (0, [0]):
+        yield (
+            f"train.cuda_graphs records one set of weights, and pipeline.mismatch = {config.pipeline.mismatch} gives "
+            "a backward another. Drop one of them."
+        )
+    if train.fuse and (config.pipeline.schedule != "emulate" or config.model.experts):
+        yield (
+            "train.fuse computes microbatches of one process together, and needs a loss that is a mean over rows; with "
+            f"pipeline.schedule = '{config.pipeline.schedule}' and model.experts = {config.model.experts} it cannot "
+            "take effect. Drop it."
+        )
+    start, finish = updates(optim.sync_start, train.steps), updates(optim.sync_finish, train.steps)
+    if start + finish > train.steps:
+        yield (
+            f"optim.sync_start ({start} updates) and optim.sync_finish ({finish}) exceed train.steps ({train.steps}). "
+            "Lower one of them."
+        )
+    if updates(optim.warmup, train.steps) > train.steps:
+        yield (
+            f"optim.warmup = {optim.warmup:g} exceeds train.steps = {train.steps}. Set it to at most {train.steps} "
+            "updates, or below 1 for a share of the steps."
+        )
+    if config.health.rollback and config.checkpoint.every == 0:
+        yield "health.rollback needs checkpoints to return to. Set checkpoint.every."
+    if config.health.rollback and config.checkpoint.keep == 1:
+        yield (
+            "health.rollback needs a checkpoint from before the failure, and the newest may be from after it. Set "
+            "checkpoint.keep=2 or more."
+        )
