@@ -69,12 +69,6 @@ class LostRankError(StageError):
         return LostRankError, (str(self), self.ranks)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint to put behind a sentence that says a word is unknown; nothing where none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f" Did you mean '{near[0]}'?" if near else ""
-
-
 def install(extra: str) -> str:
     """How to install what an optional part needs, in a clone of this package or beside a wheel of it."""
     try:
