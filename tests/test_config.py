@@ -75,6 +75,7 @@ def test_every_problem_is_reported_with_its_nearest_key():
         (["optim.sync_start=0.9", "optim.sync_finish=0.9"], "exceed train.steps"),
         (["optim.name=adamwx"], "Did you mean 'adamw'"),
         (["optim.correction=error_fedback"], "Did you mean 'error_feedback'"),
+        (["optim.options.lr=0.1"], "set optim.lr instead"),
         (["health.rollback=true", "checkpoint.every=0"], "checkpoints to return to"),
         (["health.rollback=true", "checkpoint.keep=0"], "checkpoints to return to"),
         (["health.rollback=true", "checkpoint.keep=1"], "from before the failure"),

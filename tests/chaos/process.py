@@ -23,7 +23,7 @@ def main(path: str) -> None:
     if "namespace" in spec:
         enter(spec["namespace"])
     os.environ.update(spec.get("environment", {}))
-    sys.modules["slipstream.distributed.launch"].GRACE_SECONDS = GRACE_SECONDS
+    sys.modules["slipstream.distributed.answers"].GRACE_SECONDS = GRACE_SECONDS
     if "rank" in spec:
         usual = session.run_rank
 

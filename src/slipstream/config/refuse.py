@@ -106,6 +106,8 @@ def _optim(config: Config) -> Iterator[str]:
             "model.init_from needs optim.name named explicitly: Muon on weights pretrained with Adam is known to "
             "degrade them. Set optim.name=adamw (safest) or optim.name=muon to insist."
         )
+    for name in sorted(set(optim.options) & set(type(optim).model_fields)):
+        yield f"optim.options.{name} has a key of its own: set optim.{name} instead."
     if optim.betas is not None and not all(0 <= beta < 1 for beta in optim.betas):
         yield f"optim.betas = {optim.betas}: every rate must lie in [0, 1)."
     if optim.floor and optim.schedule == "constant":
