@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import signal
 import time
 
@@ -31,6 +32,7 @@ def death(world):
 
 def crash(world):
     if world.rank == 1:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         ctypes.string_at(0)
     dist.barrier()
 
