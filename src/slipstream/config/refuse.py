@@ -312,6 +312,11 @@ def _train(config: Config) -> Iterator[str]:
             f"train.cuda_graphs records one set of weights, and pipeline.mismatch = {config.pipeline.mismatch} gives "
             "a backward another. Drop one of them."
         )
+    if train.chunked_loss and not _can_chunk(config):
+        yield (
+            "train.chunked_loss is for models of ours on the 2bw or emulate schedule, in float32 or bfloat16, with no "
+            "pipeline.mismatch. Drop it."
+        )
     if train.fuse and (config.pipeline.schedule != "emulate" or config.model.experts):
         yield (
             "train.fuse computes microbatches of one process together, and needs a loss that is a mean over rows; with "
@@ -336,3 +341,9 @@ def _train(config: Config) -> Iterator[str]:
             "health.rollback needs a checkpoint from before the failure, and the newest may be from after it. Set "
             "checkpoint.keep=2 or more."
         )
+
+
+def _can_chunk(config: Config) -> bool:
+    """The loss needs the head's weights as the forward had them, in the dtype that they are multiplied in."""
+    narrow = config.train.dtype == "bfloat16_autocast"
+    return not (config.own_model or narrow or config.synchronous) and config.pipeline.mismatch in (0, [0])

@@ -194,6 +194,9 @@ class TrainSettings(Settings):
     attention: Literal["auto", "cudnn", "flash"] = _layout(
         "auto", "attention kernel on a GPU to try first; auto: as torch orders them"
     )
+    chunked_loss: bool = _layout(
+        False, "logits are made and differentiated some rows at a time: less memory, equal to rounding"
+    )
     activation_checkpointing: bool = _layout(False, "recompute each layer's activations in the backward")
     z_loss: float = _field(0.0, "weight of the squared log-partition penalty", ge=0)
     timeout_seconds: float = _layout(600.0, "how long a stage waits for another before it names it", gt=0)

@@ -7,8 +7,9 @@ into (m, times the data ranks), so the mean over microbatches is the mean over t
 counted tokens fall. C travels with the targets as one more column: a loss function of an engine sees
 only (output, target) of its own microbatch. Without gradients, so in validation, z is taken as 0.
 
-Only logits and one number per token are kept for the backward; float32 copies exist chunk by chunk.
-Shapes: N tokens, V vocabulary.
+Only logits and one number per token are kept for the backward; float32 copies exist chunk by chunk. Where a stage hands
+over (hidden, weight of the head) instead of logits, these exist chunk by chunk too, and so does their gradient.
+Shapes: N tokens, V vocabulary, D model width.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 IGNORE = -100  # a target that is not counted
 
 _CHUNK_VALUES = 1 << 25  # logits held in float32 at a time: 128 MiB
+_HEAD_VALUES = 1 << 28  # logits that one product of the head makes: large enough for it to run at full speed
 
 
 class _SumCrossEntropy(torch.autograd.Function):
@@ -46,6 +48,52 @@ class _SumCrossEntropy(torch.autograd.Function):
         rows = [x.split(_chunk_rows(logits)) for x in (logits, targets, lse, slope, scale)]
         parts = [_gradient(*row) for row in zip(*rows, strict=True)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)), None, None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """`scale` times the same sum for logits = hidden weight', hidden [N, D], weight [V, D], a chunk of rows at a time.
+
+    Gradients are taken while a chunk's logits are there, so nothing is computed twice. The weight's is summed over
+    chunks in float32, each chunk's part of it rounded once: in bfloat16 its error is up to sqrt(2) times that of whole
+    logits. The gradient of `hidden` has the same rounding either way.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, z_loss: float
+    ) -> Tensor:
+        counted = targets != IGNORE
+        rows = max(1, _HEAD_VALUES // weight.shape[0])
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        losses, hidden_grads, weight_grad = [], [], None
+        for x, target, counts in zip(
+            *(part.split(rows) for part in (hidden, targets.where(counted, 0), counted)), strict=True
+        ):
+            logits = x @ weight.mT
+            lse = _wide(logits).logsumexp(-1)
+            picked = logits.gather(-1, target.unsqueeze(-1)).squeeze(-1).type_as(lse)
+            losses.append(((lse - picked + z_loss * lse.square()) * counts).sum())
+            own = counts * scale
+            grad = _gradient(logits, target, lse, own * (1.0 + 2.0 * z_loss * lse), own)
+            hidden_grads.append(grad @ weight)
+            part = grad.mT @ x
+            weight_grad = part.to(wide) if weight_grad is None else weight_grad + part
+        assert weight_grad is not None
+        ctx.save_for_backward(torch.cat(hidden_grads), weight_grad)
+        ctx.dtype = weight.dtype
+        return torch.stack(losses).sum() * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_grad, weight_grad = ctx.saved_tensors
+        seed = grads[0]
+        return (
+            hidden_grad * seed.type_as(hidden_grad),
+            (weight_grad * seed.type_as(weight_grad)).to(ctx.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 def _gradient(logits: Tensor, targets: Tensor, lse: Tensor, slope: Tensor, scale: Tensor) -> Tensor:
@@ -75,8 +123,9 @@ def with_group_count(targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """loss(logits [B, T, V], targets): with targets [B, T + 1] as `with_group_count` gives them, the
-    microbatch's share of the group's token mean; with targets [B, T], the mean over these tokens.
+    """loss(logits [B, T, V] or (hidden [B, T, D], weight [V, D]), targets): with targets [B, T + 1] as
+    `with_group_count` gives them, the microbatch's share of the group's token mean; with targets [B, T], the mean over
+    these tokens.
 
     `rows`: of a group whose microbatches are not alike; each is then as many shares as its rows make."""
 
@@ -84,7 +133,8 @@ class TokenLoss:
     z_loss: float = 0.0
     rows: int | None = None
 
-    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+        logits, weight = output if isinstance(output, tuple) else (output, None)
         length = logits.shape[1]
         if targets.shape[1] == length:
             shares, count = 1, (targets != IGNORE).sum()
@@ -94,5 +144,8 @@ class TokenLoss:
             count = targets[0, length]
         rows = targets[:, :length].reshape(-1)
         z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
-        total = _SumCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), rows, z_loss)
-        return total * (shares / count.clamp(min=1).type_as(total))
+        flat = logits.reshape(-1, logits.shape[-1])
+        scale = shares / count.clamp(min=1).to(torch.promote_types(flat.dtype, torch.float32))
+        if weight is not None:
+            return _LinearCrossEntropy.apply(flat, weight, rows, scale, z_loss)
+        return _SumCrossEntropy.apply(flat, rows, z_loss) * scale

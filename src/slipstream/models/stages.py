@@ -44,6 +44,7 @@ class _AddLoss(torch.autograd.Function):
 class Stage(nn.Module):
     """tokens [B, T] or hidden [B, T, D] -> hidden [B, T, D] or logits [B, T, V].
 
+    With `chunked_loss` training gets (hidden, weight of the head): the loss makes the logits, some at a time.
     With `config.document_mask` the stages also hand on document numbers: (hidden, documents [B, T]).
     `router_losses` holds the last forward's [balance, z] of each routed layer, for the log.
     """
@@ -61,6 +62,7 @@ class Stage(nn.Module):
         super().__init__()
         self.config = config
         self.activation_checkpointing = False
+        self.chunked_loss = False
         self.auxiliary_weight = 1.0
         self.router_losses: Tensor | None = None
         self._rotary_table = rotary_table
@@ -93,7 +95,8 @@ class Stage(nn.Module):
         if losses:
             x = self._add_router_losses(x, torch.stack(losses))
         if self.head is not None and self.norm is not None:
-            return self.head(self.norm(x))
+            x = self.norm(x)
+            return (x, self.head.weight) if self.chunked_loss and torch.is_grad_enabled() else self.head(x)
         return x if documents is None else (x, documents)
 
     def prepare_for_compiler(self) -> None:

@@ -85,6 +85,7 @@ def stage_modules(
         )
         stage.auxiliary_weight = weight
         stage.activation_checkpointing = config.train.activation_checkpointing
+        stage.chunked_loss = config.train.chunked_loss
         built.append(stage)
     if config.model.init_from is not None:
         weights = read_weights(Path(config.model.init_from), model)
