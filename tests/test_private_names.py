@@ -29,6 +29,7 @@ PRIVATE = {
     "_get_fsdp_state",
     "_global_optimizer_post_hooks",
     "_global_optimizer_pre_hooks",
+    "_is_profiler_enabled",
     "_opt_called",
     "_optimizer_step_post_hooks",
     "_optimizer_step_pre_hooks",

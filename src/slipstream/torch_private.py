@@ -7,6 +7,7 @@ optimizers of torch itself are made of, and they are called here on lists of pla
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -130,6 +131,12 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+
+
+def updating() -> AbstractContextManager[object]:
+    """What runs inside is the update's, to a profiler that is recording; where none is, this costs nothing."""
+    recording = torch.autograd.profiler._is_profiler_enabled
+    return torch.profiler.record_function("slipstream: update") if recording else nullcontext()
 
 
 def serve_with(group: dist.ProcessGroup, gloo: dist.ProcessGroupGloo) -> None:

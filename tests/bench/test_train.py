@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -15,6 +15,17 @@ from slipstream.bench.train import CONTENDERS, print_table
 from slipstream.bench.train_contenders import Measured, Setting
 from slipstream.cli import main
 from slipstream.errors import UserError
+from slipstream.metrics.breakdown import (
+    ATTENTION,
+    COMMUNICATION,
+    EMBEDDING,
+    HEAD,
+    MLP,
+    NORMS,
+    OPTIMIZER,
+    PARTS,
+    PRODUCTS,
+)
 
 TOY = Setting("cpu-default", 16, microbatches=2, rows=2, device="cpu", compiled=False, steps=2, warmup=1)
 
@@ -45,7 +56,7 @@ def test_our_trainer_is_the_one_of_a_run(data, tmp_path, delayed):
 def test_a_step_with_delay_never_waits_for_all_that_is_queued(data, tmp_path, monkeypatch, dtype):
     """Only events are waited for: a copy or a number that needs an empty queue is an error here."""
 
-    def watched(step, settle, setting, began):
+    def watched(step, settle, setting, began, sizes):
         for index in range(3):
             step(index)
         torch.cuda.set_sync_debug_mode("error")
@@ -72,6 +83,53 @@ def test_the_rival_has_the_same_shapes(data, monkeypatch):
     from slipstream.models.sizes import PRESETS, parameters
 
     assert sum(p.numel() for p in made[0].parameters()) == parameters(PRESETS["cpu-default"])
+
+
+def test_a_profile_tells_where_our_time_goes(data, tmp_path, capsys):
+    """Every part that a dense model in one process has takes time, most of it twice; the others take none."""
+    setting = replace(TOY, profile=2, overrides=("train.chunked_loss=true",))
+    found = asdict(train_contenders.measure_ours(setting, data, tmp_path, delayed=True))
+    parts = found["parts"]
+    assert list(parts) == list(PARTS)
+    both_ways = [ATTENTION, PRODUCTS, MLP, NORMS, EMBEDDING]
+    assert all(there > 0 and back > 0 for there, back in (parts[part] for part in both_ways)), parts
+    assert parts[HEAD][0] > 0  # where the chunked loss takes its gradient too
+    assert parts[OPTIMIZER][0] > 0
+    assert parts[COMMUNICATION] == (0, 0)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3, 4, 5]
+    rows = {"ours": found | {"tokens_per_second": 1.0, "mfu": None}}
+    print_table(Console(width=80), vars(TOY) | {"device_name": "X", "torch": "2", "contenders": rows})
+    shown = capsys.readouterr().out
+    assert "head and loss" in shown
+    assert "█" in shown
+
+
+def test_a_profile_of_a_mixture_of_experts_knows_them(tmp_path):
+    shape = (
+        "model.dim=16",
+        "model.layers=1",
+        "model.heads=2",
+        "model.kv_heads=2",
+        "model.ffn=32",
+        "model.vocab=64",
+    )
+    setting = replace(TOY, model="moe-94m", profile=1, steps=1, overrides=shape)
+    train.write_tokens(tmp_path / "data", setting)
+    parts = train_contenders.measure_ours(setting, tmp_path / "data", tmp_path, delayed=False).parts
+    assert parts is not None
+    assert all(seconds > 0 for seconds in parts[MLP])
+
+
+def test_mfu_counts_the_model_that_is_trained(monkeypatch):
+    """Overrides of its shape included; none is known of a model of the user's own."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    setting = replace(TOY, device="cuda")
+    whole, half = (train.speed(replace(setting, overrides=o), 1.0) for o in ((), ("model.layers=2",)))
+    assert whole["tokens_per_second"] == half["tokens_per_second"] == 64
+    assert 0 < half["mfu"] < whole["mfu"]
+    own = replace(setting, overrides=("model.module=tests.train.own:layers", "model.vocab=64"))
+    assert train.speed(own, 1.0)["mfu"] is None
 
 
 def test_a_rival_that_does_not_fit_gets_smaller_microbatches(data, monkeypatch):
@@ -155,6 +213,7 @@ def test_the_table_tells_speeds_ratios_and_errors(capsys):
         ("--contenders theirs", ",".join(CONTENDERS)),
         ("--model llama-9000", "Presets"),
         ("--rows 0", "at least 1"),
+        ("--profile -1", "at least 0"),
         ("--rival-rows 7", "must divide"),
         ("--device tpu", "cuda or cpu"),
         ("--model moe-94m", "dense"),

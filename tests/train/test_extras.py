@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from slipstream.errors import UserError
 from slipstream.train import checkpoint
@@ -84,6 +85,34 @@ def test_a_profile_of_three_updates_on_every_rank(runs):
     for rank in (0, 1):
         trace = json.loads((runs.folder / "run" / "profile" / f"rank-{rank}.json").read_text())
         assert any("linear" in str(event.get("name")) for event in trace["traceEvents"])
+        assert "attention" in (runs.folder / "run" / "profile" / f"rank-{rank}.txt").read_text()
+
+
+def test_a_chunked_loss_trains_to_the_same_weights(runs):
+    """In one process and on two stages; the sums are the same but for their order."""
+    from tests.train.conftest import assert_equal_weights
+
+    runs.train("whole", EMULATE)
+    runs.train("one", EMULATE, "train.chunked_loss=true")
+    runs.train("pipeline", "pipeline.stages=2", "train.chunked_loss=true")
+    assert_equal_weights(runs.weights("pipeline"), runs.weights("one"))
+    for (name, a), b in zip(runs.weights("whole").items(), runs.weights("pipeline").values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "train.dtype=bfloat16_autocast",
+        "pipeline.schedule=1f1b",
+        "pipeline.mismatch=1",
+        "model.module=tests.train.own:layers",
+    ],
+)
+def test_where_a_loss_cannot_be_chunked_that_is_said(runs, key):
+    keys = [EMULATE, "train.device=auto", "train.chunked_loss=true", key]
+    with pytest.raises(UserError, match=r"train\.chunked_loss is for models of ours"):
+        runs.config("run", *keys)
 
 
 def test_the_sample_is_asked_for_and_begins_as_the_text_does(runs, tmp_path, capsys):

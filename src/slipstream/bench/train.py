@@ -24,9 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.bench.checks import check_device, make_room
-from slipstream.bench.train_contenders import Setting, config_of
+from slipstream.bench.train_contenders import Setting, shape_of
 from slipstream.data.shards import token_dtype, write_shard
 from slipstream.errors import UserError
+from slipstream.metrics.breakdown import Breakdown
 from slipstream.metrics.throughput import peak_flops
 from slipstream.models.sizes import PRESETS, flops_per_token
 
@@ -51,16 +52,13 @@ def run(
     """Measure each contender; everything `--json` prints, also into `out` after each contender."""
     check(setting, contenders)
     make_room(out)
-    on_gpu = setting.device == "cuda"
-    name = torch.cuda.get_device_name() if on_gpu else "cpu"
+    name = torch.cuda.get_device_name() if setting.device == "cuda" else "cpu"
     result: dict[str, Any] = asdict(setting) | {
         "tokens_per_step": setting.tokens_per_step,
         "device_name": name,
         "torch": torch.__version__,
         "contenders": {},
     }
-    peak = peak_flops(name) if on_gpu else None
-    flops = flops_per_token(PRESETS[setting.model], setting.sequence)
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
         data = Path(folder) / "data"
         write_tokens(data, setting)
@@ -68,14 +66,22 @@ def run(
             progress(f"{CONTENDERS[contender]} ...")
             row = _in_a_process(contender, setting, data, Path(folder) / contender, timeout_seconds)
             if "error" not in row:
-                row["tokens_per_second"] = setting.tokens_per_step / row["step_seconds"]
-                row["mfu"] = row["tokens_per_second"] * flops / peak if peak else None
+                row |= speed(setting, row["step_seconds"])
             result["contenders"][contender] = row
             result |= _ratios(result["contenders"])
             progress(f"{CONTENDERS[contender]}: {_in_words(row)}")
             if out is not None:
                 out.write_text(json.dumps(result, indent=1) + "\n")
     return result
+
+
+def speed(setting: Setting, step_seconds: float) -> dict[str, float | None]:
+    tokens_per_second, shape = setting.tokens_per_step / step_seconds, shape_of(setting)
+    peak = peak_flops(torch.cuda.get_device_name()) if setting.device == "cuda" else None
+    mfu = None
+    if shape is not None and peak is not None:
+        mfu = tokens_per_second * flops_per_token(shape, setting.sequence) / peak
+    return {"tokens_per_second": tokens_per_second, "mfu": mfu}
 
 
 def check(setting: Setting, contenders: Sequence[str]) -> None:
@@ -87,9 +93,9 @@ def check(setting: Setting, contenders: Sequence[str]) -> None:
         what = f"is called {' or '.join(map(repr, unknown))}" if unknown else "is named"
         raise UserError(f"No contender {what}. Set --contenders to some of {','.join(CONTENDERS)}.")
     check_device(setting.device)
-    for option in ("microbatches", "rows", "steps", "warmup"):
-        if getattr(setting, option) < 1:
-            raise UserError(f"--{option} is {getattr(setting, option)}; it must be at least 1.")
+    for option, least in (("microbatches", 1), ("rows", 1), ("steps", 1), ("warmup", 1), ("profile", 0)):
+        if getattr(setting, option) < least:
+            raise UserError(f"--{option} is {getattr(setting, option)}; it must be at least {least}.")
     if setting.rival_rows is not None and (
         setting.rival_rows < 1 or setting.rows * setting.microbatches % setting.rival_rows
     ):
@@ -99,15 +105,15 @@ def check(setting: Setting, contenders: Sequence[str]) -> None:
         )
     if len(set(contenders)) < len(contenders):
         raise UserError(f"--contenders {','.join(contenders)}: name each of them once.")
-    config_of(setting, Path("data"), Path("run"), delayed=True)  # refuses what no contender could run with
-    if PRESETS[setting.model].experts and any(name.startswith("hf_") for name in contenders):
-        raise UserError("The transformers contenders are dense. Set --contenders ours,ours_sync.")
+    shape = shape_of(setting)  # refuses what no contender could run with
+    if (shape is None or shape.experts) and any(name.startswith("hf_") for name in contenders):
+        raise UserError("The transformers contenders are dense Llamas. Set --contenders ours,ours_sync.")
 
 
 def write_tokens(folder: Path, setting: Setting) -> None:
     """Random tokens, as unequal in frequency as words are: an embedding's gradient notices."""
     folder.mkdir(parents=True)
-    vocab = PRESETS[setting.model].vocab
+    vocab = (shape_of(setting) or PRESETS[setting.model]).vocab
     shares = 1.0 / (np.arange(vocab) + 3.0)
     random = np.random.default_rng(0)
     least = 2 * setting.rows * setting.microbatches * (setting.sequence + 1)
@@ -178,6 +184,9 @@ def print_table(console: Console, result: Mapping[str, Any]) -> None:
             console.print(f"{CONTENDERS[name]} failed: {row['error']}", markup=False)
         elif row["rows"] != result["rows"]:
             console.print(f"{CONTENDERS[name]}: microbatches of {row['rows']}, larger ones did not fit")
+        if row.get("parts"):
+            found = Breakdown(row["parts"])
+            console.print(f"\n{CONTENDERS[name]}", *found.lines(), sep="\n", markup=False, soft_wrap=True)
     for name in CONTENDERS:
         if ratio := result.get(f"ours_over_{name}"):
             console.print(f"{ratio:.3f} times as fast as {CONTENDERS[name]}")

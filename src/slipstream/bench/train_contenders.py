@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,10 +23,12 @@ import torch
 from torch import nn
 
 from slipstream.config import Config, load, resolve
+from slipstream.config.resolve import model_config
 from slipstream.data.tokens import TokenDataset
 from slipstream.errors import UserError
+from slipstream.metrics.breakdown import Sizes
 from slipstream.models.attention import attention_kernel
-from slipstream.models.sizes import PRESETS
+from slipstream.models.sizes import ModelConfig
 from slipstream.pipeline.graphs import PLAIN_GROUPS
 from slipstream.train import batches
 from slipstream.train import folder as folders
@@ -33,6 +36,7 @@ from slipstream.train.assemble import assemble, position_of
 from slipstream.train.board import Board
 from slipstream.train.export import hugging_face_config
 from slipstream.train.reporter import memory_bytes
+from slipstream.train.timeline import recorder, sizes_of, written
 from slipstream.train.trainer import submit
 
 
@@ -50,6 +54,7 @@ class Setting:
     warmup: int = 3
     rival_rows: int | None = None  # sequences in a rival's microbatch, of the same update; None: `rows`
     overrides: tuple[str, ...] = ()  # of our trainer's config
+    profile: int = 0  # updates recorded after the timed ones
 
     @property
     def tokens_per_step(self) -> int:
@@ -65,10 +70,11 @@ class Measured:
     peak_memory_bytes: int
     rows: int
     microbatches: int
+    parts: dict[str, tuple[float, float]] | None = None  # seconds of an update: forward, backward
 
 
 def timed(
-    step: Callable[[int], None], settle: Callable[[], None], setting: Setting, began: float
+    step: Callable[[int], None], settle: Callable[[], None], setting: Setting, began: float, sizes: Sizes
 ) -> Measured:
     """`settle` waits until all that was asked is done."""
     for index in range(setting.warmup):
@@ -79,7 +85,24 @@ def timed(
         step(index)
     settle()
     seconds = (time.perf_counter() - start) / setting.steps
-    return Measured(seconds, start - began, memory_bytes(), setting.rows, setting.microbatches)
+    memory = memory_bytes()
+    parts = _profiled(step, settle, setting, seconds, sizes) if setting.profile else None
+    return Measured(seconds, start - began, memory, setting.rows, setting.microbatches, parts)
+
+
+def _profiled(
+    step: Callable[[int], None], settle: Callable[[], None], setting: Setting, seconds: float, sizes: Sizes
+) -> dict[str, tuple[float, float]]:
+    """Where the time of an update that takes `seconds` goes."""
+    done = setting.warmup + setting.steps
+    with recorder() as recorded:
+        for index in range(done, done + setting.profile):
+            step(index)
+        settle()
+    with tempfile.TemporaryDirectory(prefix="slipstream-profile-") as folder:
+        found = written(recorded, Path(folder) / "trace.json", sizes)
+    # A CPU's operations are recorded by the CPU itself, so there the recorded time is what is shared out.
+    return found.per_update(setting.profile, seconds if setting.device == "cuda" else None).parts
 
 
 def config_of(setting: Setting, data: Path, folder: Path, *, delayed: bool) -> Config:
@@ -95,9 +118,15 @@ def config_of(setting: Setting, data: Path, folder: Path, *, delayed: bool) -> C
         f"train.device={setting.device}",
         f"train.dtype={'bfloat16' if setting.device == 'cuda' else 'float32'}",
         f"train.compile={str(setting.compiled).lower()}",
-        f"train.steps={setting.warmup + setting.steps}",
+        f"train.steps={setting.warmup + setting.steps + setting.profile}",
     ]
     return resolve(load(None, [*overrides, *setting.overrides]))
+
+
+def shape_of(setting: Setting) -> ModelConfig | None:
+    """The model that is trained, overrides included; None: one whose shape is not known."""
+    config = config_of(setting, Path("data"), Path("run"), delayed=True)
+    return None if config.own_model else model_config(config.model)
 
 
 def measure_ours(setting: Setting, data: Path, folder: Path, *, delayed: bool) -> Measured:
@@ -124,7 +153,10 @@ def measure_ours(setting: Setting, data: Path, folder: Path, *, delayed: bool) -
             if parts.device.type == "cuda":
                 torch.cuda.synchronize()
 
-        found = timed(lambda step: submit(parts, step, loader.get(step)), settle, setting, began)
+        def step(index: int) -> None:
+            submit(parts, index, loader.get(index))
+
+        found = timed(step, settle, setting, began, sizes_of(parts.model, config))
         parts.reporter.poll(finish=True)
     return found
 
@@ -142,10 +174,10 @@ def measure_transformers(setting: Setting, data: Path, *, compiled: bool, narrow
             if setting.rows % 2:
                 raise
         setting = replace(setting, rows=setting.rows // 2, microbatches=setting.microbatches * 2)
-        _forget()
+        forget()
 
 
-def _forget() -> None:
+def forget() -> None:
     """Leave nothing of an attempt that did not fit: neither its memory, nor its peak, nor its graphs, whose other
     shapes would make the next ones dynamic."""
     torch.compiler.reset()
@@ -157,7 +189,9 @@ def _forget() -> None:
 
 def _measure(setting: Setting, data: Path, compiled: bool, narrow: bool, began: float) -> Measured:
     device = torch.device(setting.device)
-    model = _model(setting, device)
+    shape = shape_of(setting)
+    assert shape is not None, setting  # `bench.train.check` says so
+    model = _model(shape, setting.sequence, device)
     if narrow:
         model = model.to(torch.bfloat16)
     call: Any = torch.compile(model) if compiled else model
@@ -183,10 +217,10 @@ def _measure(setting: Setting, data: Path, compiled: bool, narrow: bool, began: 
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-        return timed(step, settle, setting, began)
+        return timed(step, settle, setting, began, Sizes.of(shape, setting.rows * setting.sequence))
 
 
-def _model(setting: Setting, device: torch.device) -> nn.Module:
+def _model(shape: ModelConfig, sequence: int, device: torch.device) -> nn.Module:
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
@@ -196,7 +230,7 @@ def _model(setting: Setting, device: torch.device) -> nn.Module:
         ) from None
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    described = hugging_face_config(PRESETS[setting.model], setting.sequence, torch.float32)
+    described = hugging_face_config(shape, sequence, torch.float32)
     config = LlamaConfig(**described | {"attn_implementation": "sdpa", "use_cache": False})
     with device:
         return LlamaForCausalLM(config).train()

@@ -140,6 +140,9 @@ def train(
     rival_rows: Annotated[
         int | None, typer.Option(help="Sequences in a microbatch of transformers; default: --rows.")
     ] = None,
+    profile: Annotated[
+        int, typer.Option(help="Updates to record after the timed ones: shows where the time goes.")
+    ] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds a contender may take.")] = 300.0,
     out: Annotated[Path | None, typer.Option(help="Write the JSON here, after each contender.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
@@ -161,6 +164,7 @@ def train(
         warmup,
         rival_rows,
         tuple(overrides or ()),
+        profile,
     )
     console = Console(stderr=True, highlight=False)
     with console.status("starting") as status:

@@ -21,6 +21,7 @@ from slipstream.lists import add_, copy_
 from slipstream.optim.sharded import local
 from slipstream.pipeline.peers import Gradients
 from slipstream.pipeline.replica import Replica
+from slipstream.torch_private import updating
 
 AT_ONCE_BYTES = 16 << 20  # enough for one launch to be worth its while
 
@@ -96,18 +97,18 @@ class Accumulator:
                 found.append((i, _as_laid_out(grad, parameter)))
         self._add(found)
 
-    @torch.no_grad()
     def _add(self, terms: Sequence[tuple[int, Tensor]]) -> None:
-        first = [(i, term) for i, term in terms if i not in self._wide]
-        more = [(i, term) for i, term in terms if i in self._wide]
-        for i, term in first:
-            self._wide[i] = torch.empty_like(term, dtype=self._dtypes[i])
-        copy_([self._wide[i] for i, _ in first], [term for _, term in first])
-        sums, others = [self._wide[i] for i, _ in more], [term for _, term in more]
-        if self._dithered:
-            add_dithered(sums, others, [seed_of(self._names[i], self._turn) for i, _ in more])
-        else:
-            add_(sums, others)
+        with torch.no_grad(), updating():
+            first = [(i, term) for i, term in terms if i not in self._wide]
+            more = [(i, term) for i, term in terms if i in self._wide]
+            for i, term in first:
+                self._wide[i] = torch.empty_like(term, dtype=self._dtypes[i])
+            copy_([self._wide[i] for i, _ in first], [term for _, term in first])
+            sums, others = [self._wide[i] for i, _ in more], [term for _, term in more]
+            if self._dithered:
+                add_dithered(sums, others, [seed_of(self._names[i], self._turn) for i, _ in more])
+            else:
+                add_(sums, others)
 
     def take(self, replica: Replica | None = None) -> Gradients:
         """The group's gradients; what follows starts from nothing. `replica`: of the last microbatch, for those who

@@ -36,7 +36,7 @@ from slipstream.pipeline.host_sum import PeerLost
 from slipstream.pipeline.peers import Gradients, Peers, RankStatus, RunStatus
 from slipstream.pipeline.stepping import Stepping, Written
 from slipstream.pipeline.versions import Target, Versions
-from slipstream.torch_private import mark_stepped
+from slipstream.torch_private import mark_stepped, updating
 
 logger = logging.getLogger("slipstream")
 RECENT_GROUPS = 64  # how many groups back norms and skips can be asked for
@@ -333,7 +333,8 @@ class _Transaction:
                     raise
                 raise PeerLost(lost.words(error)) from error
         try:
-            self._waiting = next(self._steps)
+            with updating():
+                self._waiting = next(self._steps)
         except StopIteration:
             self._waiting = None
             self.done = True

@@ -1,26 +1,33 @@
 """A few groups as they were: our own timeline as one event, with the costs a simulator needs to predict it, and a
-trace by torch's profiler.
+trace by torch's profiler, with a picture of where an update's time went (`metrics/breakdown.py`).
 """
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from slipstream.config import Config
 from slipstream.config.settings import updates
+from slipstream.metrics.breakdown import Breakdown, Sizes, breakdown
 from slipstream.metrics.record import Recorder
+from slipstream.models.sizes import ModelConfig
 from slipstream.schedule.actions import Action, Kind
 from slipstream.schedule.costs import measured_costs
 from slipstream.schedule.timeline import Span
 from slipstream.train.board import Board
+from slipstream.train.build import Model
 from slipstream.train.engine import Engine
 from slipstream.train.reporter import Position
 
 GROUPS = 3  # recorded from the chosen step on
 LATER = 2  # groups until they are read: a GPU has done them by then, and nobody waits for it
+_MLP = re.compile("mlp|ffn|feed_?forward|expert", re.IGNORECASE)
 
 
 def recorded_from(config: Config) -> int:
@@ -85,30 +92,53 @@ class Tracing:
             self._recorder.write("timeline", self._at, spans=rows, predicted=measured_costs(spans))
 
 
-class Profiling:
-    """A trace by torch's own profiler (train.profile), one file per rank, for ui.perfetto.dev or chrome://tracing:
-    switched on before the update after step `at`, and off three updates later. 0: never."""
+def sizes_of(model: Model, config: Config) -> Sizes:
+    """Of a model that is not ours, the MLP's widths are those that matrices of that name have and no others."""
+    pipeline = config.pipeline
+    tokens = pipeline.microbatch_size // pipeline.data_ranks * config.data.sequence
+    if isinstance(model, ModelConfig):
+        return Sizes.of(model, tokens)
+    sides: tuple[set[int], set[int]] = (set(), set())
+    for name, parameter in nn.ModuleList(model.layers).named_parameters():
+        sides[bool(_MLP.search(name))].update(parameter.shape)
+    return Sizes(model.vocab, frozenset(sides[1] - sides[0]), tokens)
 
-    def __init__(self, folder: Path, rank: int, at: int) -> None:
-        self._path, self._at = folder / "profile" / f"rank-{rank}.json", at
-        self._running: Any = None
+
+def recorder() -> profile:
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    return profile(activities=kinds, record_shapes=True)
+
+
+def written(recorded: profile, path: Path, sizes: Sizes) -> Breakdown:
+    """What was recorded, in a file, and where its time went."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    recorded.export_chrome_trace(str(path))
+    return breakdown(json.loads(path.read_text(errors="replace")), sizes)
+
+
+class Profiling:
+    """A trace by torch's own profiler (train.profile), one file per rank, for ui.perfetto.dev or chrome://tracing, and
+    its picture: switched on before the update after step `at`, and off three updates later. 0: never."""
+
+    def __init__(self, folder: Path, rank: int, at: int, sizes: Sizes) -> None:
+        self._path, self._at, self._sizes = folder / "profile" / f"rank-{rank}.json", at, sizes
+        self._running: profile | None = None
+        self._updates = 0
 
     def before(self, step: int) -> None:
         """Called with the number of groups submitted, before the next one is."""
         if self._at and step == self._at:
-            kinds = [torch.profiler.ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                kinds.append(torch.profiler.ProfilerActivity.CUDA)
-            self._running = torch.profiler.profile(activities=kinds)
+            self._running = recorder()
             self._running.start()
         elif self._running is not None and step >= self._at + GROUPS:
             self.finish()
+        self._updates = step + 1 - self._at
 
     def finish(self) -> None:
         """Write what was recorded, if anything is being recorded."""
         if self._running is None:
             return
         self._running.stop()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._running.export_chrome_trace(str(self._path))
+        found = written(self._running, self._path, self._sizes).per_update(min(self._updates, GROUPS))
+        self._path.with_suffix(".txt").write_text("\n".join(found.lines()) + "\n")
         self._running = None

@@ -27,7 +27,7 @@ from slipstream.train.evaluate import validate
 from slipstream.train.reporter import Position, Reporter
 from slipstream.train.sources import Dataset
 from slipstream.train.state import Copier
-from slipstream.train.timeline import Profiling, Tracing, recorded_from
+from slipstream.train.timeline import Profiling, Tracing, recorded_from, sizes_of
 from slipstream.train.writer import Writer
 
 
@@ -74,7 +74,8 @@ def train(
     total, eval_every = config.train.steps, config.train.eval_every
     saver = _Saver(parts, data_offset, step)
     engine.after_update = saver.after_update
-    profiling = Profiling(Path(config.run.dir), parts.position.rank, config.train.profile)
+    sizes = sizes_of(parts.model, config)
+    profiling = Profiling(Path(config.run.dir), parts.position.rank, config.train.profile, sizes)
     tracing = Tracing(engine, parts.board, parts.recorder, parts.position, recorded_from(config))
     reporter.start(step)
     ended_early = False
