@@ -35,7 +35,7 @@ OPTIMIZERS: dict[str, Defaults] = {
         "Loshchilov & Hutter 2019; betas and decay as usual for language models",
     ),
     "adamw_capped": Defaults(
-        {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "cap": 0.4},
+        {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "cap": 0.4, "basis": "qr"},
         "ours: AdamW with a bound on its longest directions, `optim/capped.py`; tried at 1M and 42M parameters",
     ),
     "nadamw": Defaults(

@@ -30,7 +30,7 @@ def adamw(w, grads, lr, weight_decay, betas, eps):
     return w
 
 
-def adamw_capped(w, grads, lr, weight_decay, betas, eps, cap):
+def adamw_capped(w, grads, lr, weight_decay, betas, eps, cap, basis):
     """AdamW whose step has no singular value above cap sqrt(max(rows, columns)); of vectors, AdamW."""
     if w.ndim < 2:
         return adamw(w, grads, lr, weight_decay, betas, eps)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from optim import references
 from slipstream.errors import UserError
-from slipstream.optim import RECIPES, build, capped
+from slipstream.optim import RECIPES, build
 from slipstream.optim.build import split_parameters
 
 
@@ -96,54 +96,6 @@ def test_against_the_papers_formulas(name):
         # torch keeps NAdam's product of momenta in fp32; the library adds 1e-15 under MARS's root.
         exact = {"nadamw": 1e-6, "mars": 1e-5}.get(name, 1e-9)
         torch.testing.assert_close(parameter.detach(), want, rtol=exact, atol=exact, msg=key)
-
-
-def test_the_longest_directions_are_followed_and_cut():
-    """Of 40 directions 8 are followed, and one is long, as where a gradient agrees all over. Once they are found, the
-    longest that is left is the ninth."""
-    module = nn.Sequential(nn.Linear(40, 64, bias=False)).double()
-    optimizer = build("adamw_capped", module, lr=1.0, weight_decay=0.0, cap=0.3)
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randn(64, 40, generator=generator).sign().double()
-    signs[:, :30] = signs[:, :1]
-    steps = []
-    for _ in range(8):
-        before = module[0].weight.detach().clone()
-        module[0].weight.grad = signs + 0.1 * torch.randn(64, 40, generator=generator).double()
-        optimizer.step()
-        steps.append(torch.linalg.svdvals(module[0].weight.detach() - before))
-    plain = torch.linalg.svdvals(signs).tolist()
-    assert plain[0] > 40
-    assert all(step[0] < plain[1] for step in steps)  # the one long direction from the first update on
-    assert float(steps[-1][0]) == pytest.approx(plain[8], rel=0.05)
-    bound = torch.full((5,), 0.3 * 64**0.5, dtype=torch.float64)
-    torch.testing.assert_close(steps[-1][3:8], bound)
-
-
-def test_capped_adamw_in_batches_as_on_a_gpu(monkeypatch):
-    alone, together = Toy(), Toy()
-    train(alone, build("adamw_capped", alone), range(4))
-
-    def by_shape(parameters):
-        shapes = {parameter.shape for parameter in parameters}
-        return [[p for p in parameters if p.shape == shape] for shape in shapes]
-
-    monkeypatch.setattr(capped, "_together", by_shape)
-    train(together, build("adamw_capped", together), range(4))
-    for one, other in zip(alone.parameters(), together.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
-
-
-def test_capped_adamw_takes_narrow_weights_also_after_a_reload():
-    module = nn.Sequential(nn.Linear(6, 6, bias=False)).bfloat16()
-    optimizer = build("adamw_capped", module)
-    train(module, optimizer, range(2))
-    again = build("adamw_capped", module)
-    again.load_state_dict(optimizer.state_dict())  # torch narrows the state to the weights' kind
-    before = module[0].weight.detach().clone()
-    train(module, again, range(2, 4))
-    assert module[0].weight.isfinite().all()
-    assert not torch.equal(module[0].weight, before)
 
 
 def test_soap_with_changes_of_basis():
@@ -353,6 +305,7 @@ def test_refusals():
         ("lion", {"betas": (1.5, 0.9)}),
         ("sgd", {"nesterov": True, "momentum": 0.0}),
         ("adamw_capped", {"cap": 0.0}),
+        ("adamw_capped", {"basis": "svd"}),
     ],
 )
 def test_a_value_out_of_range_is_refused_in_words(name, options):

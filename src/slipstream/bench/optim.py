@@ -12,6 +12,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -28,6 +29,7 @@ from slipstream.errors import UserError
 from slipstream.models.sizes import PRESETS, ModelConfig
 from slipstream.models.stages import build_model
 from slipstream.optim import build
+from slipstream.optim.capped import CappedAdamW
 from slipstream.optim.corrections import Publication, build_correction
 from slipstream.optim.muon import Muon
 from slipstream.pipeline.emulator import Emulator
@@ -78,10 +80,15 @@ def _library_muon(params: list[nn.Parameter]) -> Optimizer:
     return pytorch_optimizer.Muon([{"params": params, "use_muon": True}], use_adjusted_lr=True)
 
 
+def _capped(basis: str, params: list[nn.Parameter]) -> Optimizer:
+    return CappedAdamW([{"params": params, "role": "matrices"}], cap=0.4, basis=basis, fused=True)
+
+
 CONTENDERS: Mapping[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     OURS: lambda params: Muon([{"params": params, "algorithm": "muon"}]),
     TORCH: lambda params: torch.optim.Muon(params, adjust_lr_fn="match_rms_adamw"),
     LIBRARY: _library_muon,
+    **{f"adamw_capped, {basis}": partial(_capped, basis) for basis in ("qr", "cholesky")},
     "torch.optim.AdamW (fused)": lambda params: torch.optim.AdamW(params, fused=True),
 }
 

@@ -9,6 +9,10 @@ gradients are late (docs/delay.md).
 
 Few directions are that long, and they change slowly: they are followed by one subspace iteration per update from the
 basis of the last, which is state. Weight decay is outside the bound.
+
+The new basis is made orthonormal by QR, or with `basis="cholesky"` by products and factors of RANK x RANK, which a GPU
+does in batches. What is cut depends on the span of the basis alone, so from one basis both cut the same, but for 5e-6
+of the step in float32. Where a step has fewer directions than the basis has columns, the others are anyone's choice.
 """
 
 from __future__ import annotations
@@ -32,10 +36,14 @@ MOST_ELEMENTS = 1 << 26  # of a batch: it is scratch memory
 class CappedAdamW(AdamW):
     """Of its groups, that with the role "matrices" is bounded: tensors [rows, columns], or [count, rows, columns]."""
 
-    def __init__(self, groups: Sequence[dict[str, Any]], *, cap: float, **options: Any) -> None:
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], *, cap: float, basis: str = "qr", **options: Any
+    ) -> None:
         if not cap > 0:
             raise ValueError(f"cap is {cap}, and a bound must be above 0")
-        super().__init__([{**group, "cap": cap} for group in groups], **options)
+        if basis not in BASES:
+            raise ValueError(f"basis is {basis!r}, and may be {' or '.join(BASES)}")
+        super().__init__([{**group, "cap": cap, "basis": basis} for group in groups], **options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -50,7 +58,9 @@ class CappedAdamW(AdamW):
         states = [self.state[parameter] for parameter in batch]
         steps = _steps(group, states)
         start = _start(steps[0])
-        bases = _followed(steps, torch.stack([state.get("basis", start) for state in states]))
+        before = torch.stack([state.get("basis", start) for state in states])
+        orthonormal = BASES[group.get("basis", "qr")]  # a checkpoint of before there was a choice has none
+        bases = orthonormal(_followed(steps, before))
         excesses = _excess(steps, bases, group["cap"]).mul_(group["lr"])
         add_(batch, excesses.unbind())
         for state, basis in zip(states, bases, strict=True):
@@ -111,9 +121,34 @@ def _start(step: Tensor) -> Tensor:
 
 
 def _followed(step: Tensor, basis: Tensor) -> Tensor:
-    """An orthonormal basis [shorter side, RANK or fewer] of where the longest directions are."""
+    """[shorter side, RANK or fewer]: columns that span where the longest directions are."""
     step = _tall(step)
-    return torch.linalg.qr(step.mT @ (step @ _wide(basis))).Q
+    return step.mT @ (step @ _wide(basis))
+
+
+def _by_qr(columns: Tensor) -> Tensor:
+    return torch.linalg.qr(columns).Q
+
+
+def _by_cholesky(columns: Tensor) -> Tensor:
+    """Y R^-1 with R'R = Y'Y, twice, in float64.
+
+    A step may have fewer directions than there are columns. QR then goes on with rounding errors; here a 1e-7th of a
+    fixed matrix that knows nothing of the step is added to Y. The shift on the diagonal makes sure that there is a
+    factor; the second round takes its effect away. Nothing here waits for the device.
+    """
+    size = torch.linalg.matrix_norm(columns, keepdim=True).clamp(min=torch.finfo(columns.dtype).tiny)
+    rows, count = columns.shape[-2:]
+    other = torch.arange(rows * count, device=columns.device).double().square_().cos_().view(rows, count)
+    y = (columns / size).double() + 1e-7 * (2 / rows) ** 0.5 * other
+    identity = torch.eye(count, dtype=y.dtype, device=y.device)
+    for _ in range(2):
+        lower, _ = torch.linalg.cholesky_ex(y.mT @ y + 1e-13 * identity)
+        y = y @ torch.linalg.solve_triangular(lower, identity, upper=False).mT
+    return y.to(columns.dtype)
+
+
+BASES = {"qr": _by_qr, "cholesky": _by_cholesky}
 
 
 def _excess(step: Tensor, basis: Tensor, cap: float) -> Tensor:
