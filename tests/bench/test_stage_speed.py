@@ -1,0 +1,75 @@
+"""studies/stage_speed.py on a CPU: what will run on a GPU runs here, at toy size and not compiled."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slipstream.config.resolve import model_config
+from slipstream.models.sizes import PRESETS
+
+SCRIPT = Path(__file__).parents[2] / "studies" / "stage_speed.py"
+
+
+@pytest.fixture(scope="module")
+def study():
+    spec = importlib.util.spec_from_file_location("stage_speed", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["stage_speed"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["stage_speed"]
+
+
+def rows_of(out: Path):
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_a_rehearsal_measures_every_candidate_and_outlives_one_that_fails(study, tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setitem(study.CANDIDATES, "broken", study.Candidate(("train.stepz=3",)))
+    monkeypatch.setattr(
+        study.optim, "CONTENDERS", {study.optim.OURS: study.optim.CONTENDERS[study.optim.OURS]}
+    )
+    out = tmp_path / "out.jsonl"
+    names = ["base", "broken", study.RIVAL, study.STEPS, "chunked_loss_rows_x2", "cudnn"]
+    study.run(out, 1e5, study.TINY, names, turns=1)
+    rows = {(row["shape"], row["candidate"]): row for row in rows_of(out)}
+    assert "train.steps" in rows["dense", "broken"]["error"]
+    assert ("moe", study.RIVAL) not in rows  # it is dense
+    assert rows["cpu-default", study.STEPS]["contenders"][study.optim.OURS]["ms"] > 0
+    for name in ("base", "chunked_loss_rows_x2", "cudnn", study.RIVAL):
+        row = rows["dense", name]
+        assert row["tokens_per_second"] == pytest.approx(64 / row["step_seconds"])
+        assert sum(row["shares"].values()) == pytest.approx(1)
+        assert row["peak_memory_bytes"] > 0
+    assert (rows["dense", "chunked_loss_rows_x2"]["rows"], rows["dense", "base"]["rows"]) == (4, 2)
+    assert rows["moe", "base"]["shares"]["MLP or experts"] > 0
+
+
+def test_without_time_nothing_is_begun_and_what_takes_too_long_is_an_error(study, tmp_path):
+    out = tmp_path / "out.jsonl"
+    study.run(out, 0.0, study.TINY, ["base"])
+    assert rows_of(out) == []
+    assert "TimeoutError: not done after 0 s" in study.attempt(lambda: time.sleep(60), 0.1)["error"]
+
+
+def test_every_candidate_is_a_run_that_can_be_made(study):
+    """On a GPU: its settings are resolved, a microbatch of each stays below 2^31 logits."""
+    for shape in study.SHAPES.values():
+        for candidate in study.CANDIDATES.values():
+            setting = study.setting_of(shape, candidate)
+            config = study.train_contenders.config_of(setting, Path("data"), Path("run"), delayed=True)
+            assert config.tokens_per_step == shape.tokens_per_step
+            assert (
+                setting.rows * setting.sequence * model_config(config.model).vocab < 2**31
+                or candidate.rows > 1
+            )
+    assert all(shape.model in PRESETS for shape in study.SHAPES.values())
