@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from slipstream.models import loss
 from slipstream.models.loss import TokenLoss
 from slipstream.models.sizes import ModelConfig
 from slipstream.models.stages import build_model
@@ -48,6 +49,20 @@ def test_replicas_and_layers_share_their_compilations(graphs, how, count):
         for (name, a), b in zip(plain.named_parameters(), replica.parameters(), strict=True):
             assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6), name
     assert len(graphs) == count  # by layer: one for the layers and one for the last norm
+
+
+@pytest.mark.parametrize(("how", "count"), [("layers", 3), ("stage", 2)])
+def test_a_chunked_loss_is_one_graph_beside_those_of_the_model(graphs, monkeypatch, how, count):
+    monkeypatch.setattr(loss, "_HEAD_VALUES", 5 * 32)  # four chunks
+    plain = build_model(SHAPE, 0)
+    plain.chunked_loss = True
+    replica = copy.deepcopy(plain)
+    tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(0))
+    TokenLoss()(plain(tokens), tokens).backward()
+    torch.compile(TokenLoss().__call__)(build._compiled(replica, how, None)(tokens), tokens).backward()
+    for (name, a), b in zip(plain.named_parameters(), replica.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6), name
+    assert len(graphs) == count
 
 
 def test_deep_stages_are_compiled_by_layer(graphs, monkeypatch):
