@@ -226,7 +226,7 @@ def events(folder: Path) -> list[dict]:
 
 
 def wait_for_step(folder: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600  # a cold start on a machine that is busy to its limit
     while time.monotonic() < deadline:
         if any(event["event"] == "step" and event["step"] >= step for event in events(folder)):
             return
