@@ -104,9 +104,13 @@ def sizes_of(model: Model, config: Config) -> Sizes:
     return Sizes(model.vocab, frozenset(sides[1] - sides[0]), tokens)
 
 
+_KEPT: list[profile] = []  # torch 2.13 may crash where the collector frees what a profiler has recorded
+
+
 def recorder() -> profile:
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    return profile(activities=kinds, record_shapes=True)
+    _KEPT.append(profile(activities=kinds, record_shapes=True))
+    return _KEPT[-1]
 
 
 def written(recorded: profile, path: Path, sizes: Sizes) -> Breakdown:
