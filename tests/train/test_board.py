@@ -1,5 +1,6 @@
 """The notice board of a run: how long a rank waits for another."""
 
+import gc
 import threading
 import time
 
@@ -30,6 +31,21 @@ def test_a_rank_that_is_silent_is_not():
     board = Board(dist.HashStore(), timeout_seconds=0.2)
     with pytest.raises(StageError, match="No rank posted plan within"):
         board.wait("plan", beat="planning")
+
+
+def test_its_thread_goes_with_it():
+    """A process that runs many jobs kept one thread for each."""
+    before = threading.enumerate()
+    board = Board(dist.HashStore(), timeout_seconds=60.0)
+    board.post("key", 1)
+    assert board.under("name").read("key") is None
+    (thread,) = (
+        each for each in threading.enumerate() if each.name == "slipstream-board" and each not in before
+    )
+    del board
+    gc.collect()
+    thread.join(120)
+    assert not thread.is_alive()
 
 
 class Stopped:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
@@ -64,7 +65,7 @@ class Stopwatch:
         return self.moments
 
 
-class Run:
+class Run(ABC):
     """One rank of a contender. `step` hands in one group, whose last backwards may run in a later call."""
 
     def __init__(self, work: Work, rank: int) -> None:
@@ -72,17 +73,17 @@ class Run:
         self.ends: list[float] = []  # when this rank was done with each group's work; complete after `drain`
         self.losses: list[Tensor] = []  # of the last group, on the rank that computes them
 
-    def step(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def step(self) -> None: ...
 
-    def drain(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def drain(self) -> None: ...
 
     def take_trace(self) -> list[Span]:
         """What was done since the last call, with what was in flight."""
         return []
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Only ours has links of its own."""
 
 

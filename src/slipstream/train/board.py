@@ -10,10 +10,11 @@ import json
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -25,14 +26,20 @@ BEAT_SECONDS = 2.0
 KEPT_STEPS = 256  # a posted value is removed this many posts later: every rank has read it by then
 
 
+_Questions: TypeAlias = "queue.SimpleQueue[tuple[Future, Callable[..., Any], tuple] | None]"
+
+
 class Asking:
     """Questions to the store, asked from a thread: rank 0 keeps the store, and where that rank is stopped or out of
     reach a question has no end. Whoever asks then gives up after the timeout, with a word about it."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds, self._lost = timeout_seconds, False
-        self._questions: queue.SimpleQueue[tuple[Future, Callable[..., Any], tuple]] = queue.SimpleQueue()
-        threading.Thread(target=self._answer, name="slipstream-board", daemon=True).start()
+        self._questions: _Questions = queue.SimpleQueue()
+        threading.Thread(
+            target=_answer, args=(self._questions,), name="slipstream-board", daemon=True
+        ).start()
+        weakref.finalize(self, self._questions.put, None)  # the thread goes with the last board that asks
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         answer: Future[Any] = Future()
@@ -57,13 +64,15 @@ class Asking:
             f"{self._timeout_seconds:g} s. Is it stopped, or its machine out of reach?"
         )
 
-    def _answer(self) -> None:
-        while True:
-            answer, function, args = self._questions.get()
-            try:
-                answer.set_result(function(*args))
-            except BaseException as error:  # told to whoever asked
-                answer.set_exception(error)
+
+def _answer(questions: _Questions) -> None:
+    while (question := questions.get()) is not None:
+        answer, function, args = question
+        try:
+            answer.set_result(function(*args))
+        except BaseException as error:  # told to whoever asked
+            answer.set_exception(error)
+        del question, answer, function, args  # they may hold what asks
 
 
 class Board:

@@ -28,10 +28,10 @@ if TYPE_CHECKING:  # torch's pipelines load its compiler, which takes seconds: o
     from slipstream.pipeline.runtime import Schedule2BW
     from slipstream.train.synchronous import Synchronous
 
-Engine: TypeAlias = "Emulator | Schedule2BW | Synchronous"
+RunEngine: TypeAlias = "Emulator | Schedule2BW | Synchronous"
 
 
-def engine_of(config: Config, model: build.Model, world: World | None, device: torch.device) -> Engine:
+def engine_of(config: Config, model: build.Model, world: World | None, device: torch.device) -> RunEngine:
     """One rank of a run."""
     if world is None:
         return _emulated(config, model, device)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from slipstream.data.shards import open_shard
 from slipstream.train.batches import Share, load
 from slipstream.train.board import Board
-from slipstream.train.engine import Engine, losses_of
+from slipstream.train.engine import RunEngine, losses_of
 from slipstream.train.sources import Dataset
 
 OWN_TOKENS = 100_000  # of a function's batches that are counted
@@ -24,7 +24,7 @@ SHARD_TOKENS = 20_000_000  # the same, of shards
 
 
 def validate(
-    engine: Engine,
+    engine: RunEngine,
     dataset: Dataset,
     batches: int,
     share: Share,

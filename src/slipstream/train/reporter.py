@@ -26,7 +26,7 @@ from slipstream.metrics.progress import Show, step_line
 from slipstream.metrics.record import Recorder
 from slipstream.metrics.throughput import Clock, Meter
 from slipstream.train.board import KEPT_STEPS, Board
-from slipstream.train.engine import Engine
+from slipstream.train.engine import RunEngine
 from slipstream.train.health import Monitor
 
 
@@ -85,7 +85,7 @@ class Reporter:
         self,
         config: Config,
         position: Position,
-        engine: Engine,
+        engine: RunEngine,
         board: Board,
         meter: Meter,
         monitor: Monitor,

@@ -15,11 +15,11 @@ from slipstream.pipeline.state import bank_name, merge_states, upgraded
 from slipstream.schedule.staleness import reads
 from slipstream.train import checkpoint
 from slipstream.train.build import cutover
-from slipstream.train.engine import Engine
+from slipstream.train.engine import RunEngine
 from slipstream.train.sanity import check_state
 
 
-def load_into(engine: Engine, path: Path, config: Config) -> None:
+def load_into(engine: RunEngine, path: Path, config: Config) -> None:
     """Put the checkpoint at `path` into this rank's engine."""
     manifest = checkpoint.manifest(path)
     stored = from_tree(manifest.says("config", dict))
@@ -63,7 +63,9 @@ def adapt_banks(state: dict[str, Any], stored: Config, config: Config) -> dict[s
     return state | {"banks": banks, "published": dict.fromkeys(banks, True)}
 
 
-def adapt_optimizer(state: dict[str, Any], stored: Config, config: Config, engine: Engine) -> dict[str, Any]:
+def adapt_optimizer(
+    state: dict[str, Any], stored: Config, config: Config, engine: RunEngine
+) -> dict[str, Any]:
     """A fork takes its settings from its own config; another optimizer starts with empty state."""
     state = state | {
         "correction": {} if stored.optim.correction != config.optim.correction else state["correction"]

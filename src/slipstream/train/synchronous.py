@@ -29,6 +29,7 @@ from slipstream.distributed import World
 from slipstream.errors import UserError
 from slipstream.optim.corrections import build_correction
 from slipstream.pipeline import state as states
+from slipstream.pipeline.engine import Engine
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.mesh import Mesh
 from slipstream.pipeline.peers import Peers
@@ -51,7 +52,7 @@ _TORCH: dict[str, Callable[..., Any]] = {
 }
 
 
-class Synchronous:
+class Synchronous(Engine):
     """One rank of a flushed pipeline; it holds one stage module, or two (interleaved, V-shaped)."""
 
     def __init__(self, config: Config, model: build.Model, world: World, device: torch.device) -> None:
@@ -124,15 +125,7 @@ class Synchronous:
             loss_fn=self._trace.with_loss(lambda output, target: self._loss(output, target) / self._m),
             scale_grads=False,
         )
-        self._group = 0
-
-    @property
-    def after_update(self) -> Callable[[int], None] | None:
-        return self._updater.after_update
-
-    @after_update.setter
-    def after_update(self, hook: Callable[[int], None] | None) -> None:
-        self._updater.after_update = hook
+        self.group = 0
 
     @property
     def busy_seconds(self) -> float:
@@ -140,19 +133,19 @@ class Synchronous:
 
     def step(self, *args: Tensor, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
         """As the step of torch's schedule, and the update after it."""
-        self._updater.enter(self._group)
-        self._trace.group = self._group
+        self._updater.enter(self.group)
+        self._trace.group = self.group
         outputs = self._schedule.step(*args, losses=losses, **kwargs)
         if losses is not None:
             losses[:] = [loss.detach() * self._m for loss in losses]
         grads = [
             grad
             for versions, accumulator in zip(self._versions, self._accumulators, strict=True)
-            for grad in accumulator.take(versions.replica(self._group))
+            for grad in accumulator.take(versions.replica(self.group))
         ]
-        self._updater.begin(self._group, grads)
+        self._updater.begin(self.group, grads)
         self._updater.finish_all()
-        self._group += 1
+        self.group += 1
         return outputs
 
     def eval(
@@ -202,22 +195,11 @@ class Synchronous:
     def drain(self) -> None:
         """Nothing is ever in flight between two steps."""
 
-    @property
-    def grad_norms(self) -> dict[int, float]:
-        return self._updater.grad_norms
-
     def capture(self) -> dict[str, Any]:
         return states.capture(self._updater) | {"banks": {}}  # the banks are the master
 
-    def hold(self, copied: torch.cuda.Event) -> None:
-        self._updater.hold(copied)
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        group = state["group"]
-        states.restore(
-            self._updater, state | {"banks": {states.bank_name(0): state["master"]}, "published": {}}
-        )
-        self._group = group
+        super().load_state_dict(state | {"banks": {states.bank_name(0): state["master"]}, "published": {}})
 
     def trace(self, on: bool) -> None:
         self._trace.on = on
@@ -225,11 +207,8 @@ class Synchronous:
     def take_trace(self) -> list[Span]:
         return self._trace.take()
 
-    def request_stop(self) -> None:
-        self._updater.status.stop = True
-
     def stopping(self) -> bool:
-        known = self._updater.statuses.get(self._group - 1)
+        known = self._updater.statuses.get(self.group - 1)
         return known is not None and known.stop
 
 

@@ -22,7 +22,7 @@ from slipstream.schedule.costs import measured_costs
 from slipstream.schedule.timeline import Span
 from slipstream.train.board import Board
 from slipstream.train.build import Model
-from slipstream.train.engine import Engine
+from slipstream.train.engine import RunEngine
 from slipstream.train.reporter import Position
 
 GROUPS = 3  # recorded from the chosen step on
@@ -50,7 +50,7 @@ class Tracing:
     """Switches the trace on and off on each rank; the leader collects and writes."""
 
     def __init__(
-        self, engine: Engine, board: Board, recorder: Recorder | None, position: Position, at: int
+        self, engine: RunEngine, board: Board, recorder: Recorder | None, position: Position, at: int
     ) -> None:
         self._engine, self._board, self._recorder = engine, board, recorder
         self._rank, self._stages, self._at = position.rank, position.stages, at

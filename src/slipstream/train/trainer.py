@@ -22,7 +22,7 @@ from slipstream.metrics.record import Recorder
 from slipstream.train import batches, checkpoint, health
 from slipstream.train.board import Board
 from slipstream.train.build import Model
-from slipstream.train.engine import Engine, losses_of
+from slipstream.train.engine import RunEngine, losses_of
 from slipstream.train.evaluate import validate
 from slipstream.train.reporter import Position, Reporter
 from slipstream.train.sources import Dataset
@@ -38,7 +38,7 @@ class RunParts:
     config: Config
     model: Model
     position: Position
-    engine: Engine
+    engine: RunEngine
     board: Board
     train_data: Dataset
     valid_data: Dataset
