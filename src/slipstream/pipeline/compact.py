@@ -42,6 +42,7 @@ def round_into(outs: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
     copy_([out for out, _ in plain], [whole for _, whole in plain])
     for out, whole in zip(outs, wholes, strict=True):
         if _narrows(out, whole):
+            whole = whole.to(out.device)  # a saved one is on the host
             out.view(torch.int16).copy_(whole.view(torch.int32).add(HALF).bitwise_right_shift_(16))
             # CUDA's own, 0x7fffffff, would be rounded up to a zero.
             out.masked_fill_(whole.isnan(), torch.nan)
