@@ -65,9 +65,15 @@ def test_a_symmetric_product(shape, tall):
 def test_a_stack_is_divided_matrix_by_matrix():
     stack, divisors = some((3, 50, 90)), torch.tensor([2.0, 0.0, 4.0], device=DEVICE)
     expected = stack / torch.tensor([2.0, 0.5, 4.0], device=DEVICE).view(3, 1, 1)
-    torch.testing.assert_close(
-        divided(stack, divisors, 0.5, torch.float16), expected.half(), atol=0, rtol=1e-3
-    )
+    out = torch.empty_like(stack, dtype=torch.float16)
+    torch.testing.assert_close(divided(stack, divisors, 0.5, out), expected.half(), atol=0, rtol=1e-3)
+
+
+def test_a_stack_is_divided_in_its_own_memory():
+    stack, divisors = some((3, 50, 90)).bfloat16(), torch.tensor([2.0, 3.0, 4.0], device=DEVICE)
+    expected = stack.float() / divisors.view(3, 1, 1)
+    found = divided(stack, divisors, 0.5, stack.view(torch.float16))
+    torch.testing.assert_close(found, expected.half(), atol=0, rtol=1e-3)
 
 
 def test_lists_of_two_dtypes_are_added():
@@ -105,12 +111,15 @@ def test_lists_of_nothing():
     assert targets[0].shape == (0, 5)
 
 
+@pytest.mark.parametrize("limits", [{"MOST_MATRICES": 3}, {"_SCRATCH_ELEMENTS": 2000}])
+@pytest.mark.parametrize("steps", [3, 5])
 @pytest.mark.parametrize("shape", [(7, 24, 40), (7, 40, 24)])
-def test_more_matrices_than_a_launch_takes_come_out_the_same(shape, monkeypatch):
+def test_a_stack_in_pieces_comes_out_the_same(shape, steps, limits, monkeypatch):
     stack = some(shape, torch.bfloat16)
-    together = orthogonalise(stack.clone())
-    monkeypatch.setattr(newton_schulz, "MOST_MATRICES", 3)
-    assert torch.equal(orthogonalise(stack), together)
+    together = orthogonalise(stack.clone(), steps)
+    for name, value in limits.items():
+        monkeypatch.setattr(newton_schulz, name, value)
+    assert torch.equal(orthogonalise(stack, steps), together)
 
 
 @pytest.mark.skipif(INTERPRETED or DEVICE.type == "cuda", reason="the kernels run in this process already")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from slipstream.kernels.compiler import runs_on
@@ -10,14 +9,13 @@ from slipstream.kernels.compiler import runs_on
 _BLOCK = 4096
 
 
-def divided(stack: Tensor, divisors: Tensor, least: float, dtype: torch.dtype) -> Tensor:
-    """stack[n] / max(divisors[n], least) for a contiguous stack [N, R, C]."""
+def divided(stack: Tensor, divisors: Tensor, least: float, out: Tensor) -> Tensor:
+    """out[n] ← stack[n] / max(divisors[n], least) for contiguous stacks [N, R, C], which may be the same memory."""
     count = stack.shape[0]
     if not runs_on(stack.device):
-        return (stack / divisors.clamp(min=least).view(count, 1, 1)).to(dtype)
+        return out.copy_(stack / divisors.clamp(min=least).view(count, 1, 1))
     from slipstream.kernels.programs import divide_rows
 
-    out = torch.empty_like(stack, dtype=dtype)
     size = stack[0].numel()
     divide_rows[-(-size // _BLOCK), count](  # pyright: ignore[reportIndexIssue]
         stack, out, divisors, least, size, BLOCK=_BLOCK, num_warps=8

@@ -50,6 +50,7 @@ EPS = 1e-7
 Fill = Callable[[list[int], list[Tensor]], None]
 # Elements of one stack: enough to fill the device, few enough for the cache (CPU) or for the scratch (GPU).
 _STACK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
+_SCRATCH_ELEMENTS = 2**26  # of the matrices that are worked on at a time, on a GPU: ten bytes of scratch each
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -60,13 +61,9 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def orthogonalise(stack: Tensor, steps: int = STEPS) -> Tensor:
-    """The orthogonal factor of each matrix of `stack` [N, R, C], in its dtype. `stack` serves as scratch."""
+    """The orthogonal factor of each matrix of `stack` [N, R, C]. `stack` serves as scratch."""
     if stack.dtype == torch.bfloat16 and runs_on(stack.device):
-        if stack.shape[0] > MOST_MATRICES:
-            return torch.cat([orthogonalise(part, steps) for part in stack.split(MOST_MATRICES)])
-        sizes = torch.linalg.vector_norm(stack, dim=(1, 2), dtype=torch.float32)
-        with launching_on(stack.device):
-            return orthogonalise_by_gram(divided(stack, sizes, EPS, torch.float16), steps, COEFFICIENTS)
+        return _orthogonalise_in_place(stack, steps)
     a, b, c = COEFFICIENTS
     count, rows, columns = stack.shape
     wide = rows <= columns
@@ -81,6 +78,19 @@ def orthogonalise(stack: Tensor, steps: int = STEPS) -> Tensor:
         torch.baddbmm(x, *((polynomial, x) if wide else (x, polynomial)), beta=a, out=y)
         x, y = y, x
     return x
+
+
+def _orthogonalise_in_place(stack: Tensor, steps: int) -> Tensor:
+    """Of a stack in bf16, in fp16 in its own memory; some matrices at a time, so that scratch stays small."""
+    halves = stack.view(torch.float16)
+    most = min(MOST_MATRICES, max(1, _SCRATCH_ELEMENTS // max(1, stack.shape[1:].numel())))
+    for part, place in zip(stack.split(most), halves.split(most), strict=True):
+        sizes = torch.linalg.vector_norm(part, dim=(1, 2), dtype=torch.float32)
+        with launching_on(stack.device):
+            found = orthogonalise_by_gram(divided(part, sizes, EPS, place), steps, COEFFICIENTS)
+        if found is not place:  # after an odd number of products
+            place.copy_(found)
+    return halves
 
 
 def orthogonalise_by_gram(x: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
