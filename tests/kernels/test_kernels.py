@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.kernels import dither
 from slipstream.kernels.compiler import INTERPRETED, runs_on
+from slipstream.kernels.dither import add_dithered
 from slipstream.kernels.divide import divided
 from slipstream.kernels.symmetric import in_tiles, symmetric_product
 from slipstream.lists import add_, extrapolate, lerp_and_add
@@ -74,6 +76,16 @@ def test_a_stack_is_divided_in_its_own_memory():
     expected = stack.float() / divisors.view(3, 1, 1)
     found = divided(stack, divisors, 0.5, stack.view(torch.float16))
     torch.testing.assert_close(found, expected.half(), atol=0, rtol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 1000), (0, 4)])
+def test_a_dithered_sum_has_the_same_bits_in_one_pass(shape, monkeypatch):
+    total, term = some(shape, torch.bfloat16), some(shape, torch.bfloat16, seed=1)
+    apart = total.clone()
+    add_dithered(total, term, -12345)
+    monkeypatch.setattr(dither, "runs_on", lambda device: False)
+    add_dithered(apart, term, -12345)
+    assert torch.equal(total, apart)
 
 
 def test_lists_of_two_dtypes_are_added():

@@ -44,6 +44,21 @@ def divide_rows(x, out, divisors, least, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def add_dithered(total, term, seed, size, BLOCK: tl.constexpr):
+    """total (bf16, as int16) ← total + term, rounded by a hash of the place; `pipeline/gradients.py` says how."""
+    here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = here < size
+    before = tl.load(total + here, mask=inside, other=0).to(tl.bfloat16, bitcast=True).to(tl.float32)
+    exact = before + tl.load(term + here, mask=inside, other=0.0).to(tl.float32)
+    noise = here.to(tl.int32) * -1640531527 + seed
+    noise = (noise ^ (noise >> 15)) * -2048144777
+    noise = (noise ^ (noise >> 15)) * -1028477379
+    noise = (noise ^ (noise >> 16)) & 0xFFFF
+    rounded = (exact.to(tl.int32, bitcast=True) + noise) >> 16
+    tl.store(total + here, rounded.to(tl.int16), mask=inside)
+
+
+@triton.jit
 def symmetric_tile(
     a, b, out, d, e, alpha, beta, gamma, diagonal, m, k,
     terms: tl.constexpr, tall: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,

@@ -3,7 +3,8 @@
 Where banks have the master's dtype, autograd's own accumulation in `.grad` is the sum. Where they are narrower
 (bf16), each microbatch's gradient is added to an accumulator of the master's dtype and `.grad` is dropped: a sum
 kept in bf16 would lose the small terms. On request all sums are in bf16, each addition rounded up or down at random
-(`add_dithered`). Where a group's fresh part reads another replica than its old part, the sum goes over to it:
+(`kernels/dither.py`: one rounded to the nearest would stand still once its terms fall below half a unit in its last
+place). Where a group's fresh part reads another replica than its old part, the sum goes over to it:
 microbatch after microbatch, one sum, in their order.
 """
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from slipstream.kernels.dither import add_dithered
 from slipstream.lists import add_, copy_
 from slipstream.optim.sharded import local
 from slipstream.pipeline.peers import Gradients
@@ -106,7 +108,8 @@ class Accumulator:
             copy_([self._wide[i] for i, _ in first], [term for _, term in first])
             sums, others = [self._wide[i] for i, _ in more], [term for _, term in more]
             if self._dithered:
-                add_dithered(sums, others, [seed_of(self._names[i], self._turn) for i, _ in more])
+                for (i, term), total in zip(more, sums, strict=True):
+                    add_dithered(total, term, seed_of(self._names[i], self._turn))
             else:
                 add_(sums, others)
 
@@ -139,29 +142,5 @@ def _as_laid_out(grad: Tensor, parameter: Tensor) -> Tensor:
 
 
 def seed_of(name: str, turn: int) -> int:
-    """Of a parameter, in the `turn`-th microbatch of a run."""
+    """Of a parameter, in the `turn`-th microbatch of a run: the same at every depth and after a resume."""
     return zlib.crc32(f"{name}/{turn}".encode()) - (1 << 31)
-
-
-@torch.no_grad()
-def add_dithered(totals: Sequence[Tensor], terms: Sequence[Tensor], seeds: Sequence[int]) -> None:
-    """totals ← the bfloat16 below or above totals + terms, with the probabilities that make the mean exact.
-
-    A sum that is rounded to the nearest stands still once its terms fall below half a unit in its last place. The bits
-    of chance are a hash of an element's place and of the seed, which follows from the parameter's name and the
-    microbatch: the same at every depth and after a resume.
-    """
-    for total, term, seed in zip(totals, terms, seeds, strict=True):
-        exact = total.float().add_(term).view(torch.int32)
-        noise = _noise(total.numel(), seed, total.device).view(total.shape)
-        # Adding to the lower half carries into the upper one with the probability that the lower one names.
-        total.view(torch.int16).copy_(exact.add_(noise).bitwise_right_shift_(16))
-
-
-def _noise(count: int, seed: int, device: torch.device) -> Tensor:
-    """16 bits for each place: a multiplicative hash, mixed twice (int32 products wrap)."""
-    bits = torch.arange(count, dtype=torch.int32, device=device)
-    bits = bits.mul_(-1640531527).add_(seed)
-    for factor in (-2048144777, -1028477379):
-        bits = bits.bitwise_xor_(bits.bitwise_right_shift(15)).mul_(factor)
-    return bits.bitwise_xor_(bits.bitwise_right_shift(16)).bitwise_and_(0xFFFF)
