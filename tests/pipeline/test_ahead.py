@@ -32,15 +32,11 @@ class Counting:
         return [torch.zeros(2)]
 
 
-def received(m: int, lead: int, in_stream: bool = False) -> Counting:
+def received(m: int, lead: int) -> Counting:
     links = Links(
         SimpleNamespace(count=1), None, warm_up_behind=lambda: 0, lead=lambda: lead, timeout_seconds=1.0
     )
-    links._activations_in, links._incoming, links._in_stream = (
-        Counting(),
-        spec_of([torch.zeros(2)]),
-        in_stream,
-    )
+    links._activations_in, links._incoming = Counting(), spec_of([torch.zeros(2)])
     for group in range(2):
         for index in range(m):
             links.receive_activations(group, index, m - 1 - index)
@@ -53,10 +49,6 @@ def test_a_receive_is_posted_for_all_that_may_be_on_its_way_in_the_group(lead):
     end = received(m, lead)
     assert end.seen == [min(lead + 1, m - index) for index in range(m)] * 2
     assert end.posted == 0  # between two groups an evaluation may come, with other shapes
-
-
-def test_where_devices_wait_each_is_posted_when_it_is_needed():
-    assert received(4, 3, in_stream=True).seen == [1] * 8
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,19 @@
 
 Hosts run the real order of the schedule. A message is two kernels, one on each device, and they run when both have been
 queued and everything queued before each of them, in its queue, is done. The adversary: after every action a host waits
-until its device has done all there is (it allocates, say, or loads a kernel), looking after nobody meanwhile; and the
-hardware may put streams into one queue. What is possible stays possible, so if this run ends, every run does.
+until its device has done all there is (it allocates, say, or loads a kernel), looking after nobody meanwhile, and
+deaf to what its neighbours told it just before; and the hardware may put streams into one queue.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 
 import pytest
 from torch import nn
 
 from slipstream.pipeline.versions import Versions
 from slipstream.schedule.actions import Kind
-from slipstream.schedule.asynchronous import warm_up_2bw
 from slipstream.schedule.cutover import Cutover
 from slipstream.schedule.generate import build
 
@@ -31,31 +30,36 @@ OTHER_HALF = {"S": (1, "r"), "r": (-1, "S"), "R": (1, "s"), "s": (-1, "R")}
 
 
 class Model:
-    """`early`: receives of gradients are queued with the sends of their activations, as if it did no harm."""
+    """`patience`: until when what is to be sent is held back. "computed": its device is done with it; "step": that, or
+    the end of the group, whichever comes first; "none": it is not. `held_to_the_end`: a kernel holds up its queue until
+    it is done, not only until it has begun (when it has all it needs of its own device). `equals`: stages on both sides
+    begin a message, as if it did no harm."""
 
     data_ranks = 1
 
-    def __init__(self, stages, microbatches, queues, in_flight=None, cutover=None, early=False, groups=3):
-        self.stages, self.queues, self.early = stages, QUEUES[queues], early
+    def __init__(
+        self, stages, microbatches, queues, in_flight=None, cutover=None, patience="step", *, equals=False,
+        held_to_the_end=True, groups=3,
+    ):  # fmt: skip
+        self.stages, self.queues, self.patience, self.equals = stages, QUEUES[queues], patience, equals
         self.ranks = self.data_ranks * stages  # data-major
         self.microbatches = microbatches
-        self.warm_up = warm_up_2bw(stages, microbatches, in_flight)
         self.cutover = microbatches if cutover is None else cutover
         self.schedule = build("2bw", stages, microbatches, groups, in_flight=in_flight, cutover=self.cutover)
-        self.queued = defaultdict(deque)  # (rank, queue) -> kernels that are not done, in order
-        self.done = set()
+        self.held_to_the_end = held_to_the_end
+        self.streams = defaultdict(list)  # (rank, name) -> all its kernels, in order
+        self.queued = defaultdict(deque)  # (rank, queue) -> kernels that hold it up, in order
+        self.begun, self.done = set(), set()  # of those that have begun, the ones that are not done
         self.needs = {}  # kernel -> kernels of its own device that must be done before
-        self.sent, self.ready = (
-            Counter(),
-            Counter(),
-        )  # notices of the rank before, by the rank that hears them
-        self.held = defaultdict(deque)  # gradients that are not queued yet
+        self.notices = defaultdict(deque)  # (from, to) -> [when, what] was told and not heard, in order
+        self.round = 0
+        self.activations = defaultdict(deque)  # held back
+        self.gradients = defaultdict(deque)  # not queued yet: [which, whether the stage before knows]
         self.told = defaultdict(set)  # group -> ranks that have told their norms
 
     def host(self, rank, actions):
         """What a host does; it yields what it waits for, and whether it looks after its neighbours meanwhile."""
         first, last = rank % self.stages == 0, rank % self.stages == self.stages - 1
-        awaited, received = deque(), 0
         for kind, _, microbatch, group, _ in actions:
             at = (group, microbatch)
             if kind is Kind.FORWARD:
@@ -64,29 +68,25 @@ class Model:
                 if microbatch == self.cutover and group > 0:  # the weights of the update before
                     yield from self.finish(rank, group - 1)
                 if not first:
-                    yield lambda received=received: self.sent[rank] > received, True
-                    received += 1
-                    self.queue(rank, "r", at)
+                    yield lambda at=at: (rank, "r", at) in self.needs, True
                 self.queue(rank, "compute", ("F", *at), *([] if first else [(rank, "r", at)]))
                 if not last:
-                    self.queue(rank, "S", at, (rank, "compute", ("F", *at)))
-                    self.sent[rank + 1] += 1
-                    awaited.append(at)
-                    while len(awaited) > (0 if self.early else self.warm_up[rank % self.stages + 1]):
-                        self.post(rank, awaited.popleft())
+                    self.activations[rank].append(at)
             elif kind is Kind.BACKWARD:
-                if not last and at in awaited:
-                    self.post(rank, awaited.popleft())
+                if not last:
+                    yield lambda at=at: (rank, "R", at) in self.needs, True
                 if microbatch == 0:
                     self.settle(rank)
                 self.queue(rank, "compute", ("B", *at), *([] if last else [(rank, "R", at)]))
                 if not first:
-                    self.held[rank].append(at)
-                    self.attend(rank)
+                    self.gradients[rank].append([at, False])
                 self.passed(rank, group, microbatch)
             else:
                 self.update(rank, group)
-            yield lambda: not any(self.queued[rank, queue] for queue in set(self.queues.values())), False
+            self.offer(rank)
+            if kind is Kind.FORWARD and microbatch == self.microbatches - 1 and self.patience == "step":
+                self.let_go(rank)
+            yield lambda: all(self.done.issuperset(self.streams[rank, name][-1:]) for name in NAMES), False
         yield from self.drain(rank)
 
     # What an update does, on one data rank: it tells its norms as soon as it begins.
@@ -106,27 +106,78 @@ class Model:
     def drain(self, rank):
         yield from ()
 
-    def post(self, rank, at):
-        self.queue(rank, "R", at)
-        self.ready[rank + 1] += 1
+    # The protocol of `in_stream.py`.
 
     def attend(self, rank):
-        while self.held[rank] and self.ready[rank] > 0:
-            self.ready[rank] -= 1
-            at = self.held[rank].popleft()
-            self.queue(rank, "s", at, (rank, "compute", ("B", *at)))
+        """Whether there was anything to do."""
+        heard = [notice for other in (rank - 1, rank + 1) for notice in self.take_notices(other, rank)]
+        for notice in heard:
+            self.hear(rank, *notice)
+        return self.offer(rank) or bool(heard)
+
+    def take_notices(self, sender, rank):
+        """Those that have had a round to travel."""
+        box = self.notices[sender, rank]
+        while box and box[0][0] < self.round:
+            yield box.popleft()[1:]
+
+    def tell(self, rank, other, notice, at):
+        self.notices[rank, other].append((self.round, notice, at))
+
+    def offer(self, rank):
+        """Put on its way what has been computed; whether there was anything."""
+        moved = False
+        while self.activations[rank] and self.is_computed(rank, "F", self.activations[rank][0]):
+            self.send(rank)
+            moved = True
+        for entry in list(self.gradients[rank]):
+            if not entry[1] and self.is_computed(rank, "B", entry[0]):
+                self.announce(rank, entry)
+                moved = True
+        return moved
+
+    def let_go(self, rank):
+        while self.activations[rank]:
+            self.send(rank)
+        for entry in list(self.gradients[rank]):
+            if not entry[1]:
+                self.announce(rank, entry)
+
+    def is_computed(self, rank, what, at):
+        return self.patience == "none" or (rank, "compute", (what, *at)) in self.done
+
+    def send(self, rank):
+        at = self.activations[rank].popleft()
+        self.queue(rank, "S", at, (rank, "compute", ("F", *at)))
+        self.tell(rank, rank + 1, "sent", at)
+
+    def announce(self, rank, entry):
+        entry[1] = True
+        if self.equals:
+            self.send_gradient(rank)
+        self.tell(rank, rank - 1, "coming", entry[0])
+
+    def send_gradient(self, rank):
+        at, _ = self.gradients[rank].popleft()
+        self.queue(rank, "s", at, (rank, "compute", ("B", *at)))
+
+    def hear(self, rank, notice, at):
+        if notice == "sent":
+            self.queue(rank, "r", at)
+        elif notice == "coming":
+            self.queue(rank, "R", at)
+            self.tell(rank, rank + 1, "ready", at)
+        elif not self.equals:
+            assert self.gradients[rank][0] == [at, True]
+            self.send_gradient(rank)
 
     def queue(self, rank, name, at, *needs):
         kernel = (rank, name, at)
-        self.needs[kernel] = needs
+        stream = self.streams[rank, name]
+        self.needs[kernel] = (*needs, *stream[-1:])
+        stream.append(kernel)
         self.queued[rank, self.queues[name]].append(kernel)
         return kernel
-
-    def runs(self, kernel):
-        """Whether a kernel is at the head of its queue with all it needs."""
-        rank, name, _ = kernel
-        line = self.queued[rank, self.queues[name]]
-        return bool(line) and line[0] == kernel and self.done.issuperset(self.needs[kernel])
 
     def together(self, kernel):
         """The kernels that run with this one, itself among them."""
@@ -140,14 +191,22 @@ class Model:
 
     def device(self):
         """Do what can be done; whether anything was."""
-        any_done = False
+        moved = False
         for line in list(self.queued.values()):
-            while line and all(self.runs(kernel) for kernel in self.together(line[0])):
-                for each in self.together(line[0]):
-                    self.queued[each[0], self.queues[each[1]]].popleft()
-                    self.done.add(each)
-                any_done = True
-        return any_done
+            while line and line[0] not in self.begun and self.done.issuperset(self.needs[line[0]]):
+                self.begun.add(line[0])
+                if not self.held_to_the_end:
+                    line.popleft()
+                moved = True
+        for kernel in sorted(self.begun, key=str):
+            if kernel not in self.done and self.begun.issuperset(self.together(kernel)):
+                self.done.update(self.together(kernel))
+                moved = True
+        for line in self.queued.values():
+            while line and line[0] in self.done:
+                line.popleft()
+        self.begun -= self.done
+        return moved
 
     def ends(self):
         """Whether every host gets through its program and every kernel runs."""
@@ -155,19 +214,20 @@ class Model:
         waits = {rank: next(host) for rank, host in hosts.items()}
         moved = True
         while moved:
-            moved = self.device()
+            self.round += 1
+            moved = self.device() | any(box and box[-1][0] == self.round - 1 for box in self.notices.values())
             for rank in range(self.ranks):
                 arrived, attentive = waits.get(rank, (lambda: True, True))  # a drain is attentive
                 if attentive or arrived():
-                    moved |= bool(self.held[rank] and self.ready[rank])
-                    self.attend(rank)
+                    moved |= self.attend(rank)
                 if rank in waits and arrived():
                     moved = True
                     if (following := next(hosts[rank], None)) is None:
                         del waits[rank]
                     else:
                         waits[rank] = following
-        return not waits and not any(self.queued.values()) and not any(self.held.values())
+        left = (self.queued, self.activations, self.gradients, self.notices)
+        return not waits and not self.begun and not any(any(each.values()) for each in left)
 
 
 class Sharded(Model):
@@ -272,39 +332,48 @@ class Sharded(Model):
         yield from self.finish(rank, len(self.schedule.ranks[0]), bank=True)
 
 
+@pytest.mark.parametrize("patience", ["computed", "step", "none"])
 @pytest.mark.parametrize("queues", QUEUES)
 @pytest.mark.parametrize("stages", [2, 3, 4, 6, 8])
-def test_every_host_and_every_kernel_gets_to_its_end(stages, queues):
+def test_every_host_and_every_kernel_gets_to_its_end(stages, queues, patience):
     for microbatches in (stages, stages + 1, 2 * stages, 3 * stages):
         for in_flight in {None, stages + 1, microbatches, microbatches + 1}:
             if in_flight is None or in_flight >= stages:
-                assert Model(stages, microbatches, queues, in_flight).ends(), (microbatches, in_flight)
+                model = Model(stages, microbatches, queues, in_flight, patience=patience)
+                assert model.ends(), (microbatches, in_flight)
 
 
+@pytest.mark.parametrize("patience", ["step", "none"])
 @pytest.mark.parametrize("queues", QUEUES)
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_whatever_the_cutover(stages, queues):
+def test_whatever_the_cutover(stages, queues, patience):
     for microbatches in (stages, stages + 1, 2 * stages):
         for cutover in range(microbatches + 1):
             for in_flight in (None, microbatches + 1):
-                model = Model(stages, microbatches, queues, in_flight, cutover)
+                model = Model(stages, microbatches, queues, in_flight, cutover, patience)
                 assert model.ends(), (microbatches, cutover, in_flight)
 
 
 def test_the_model_sees_a_circle_where_there_is_one():
-    """Receives of gradients that are queued too early: a host waits for its device, which waits for that host."""
-    assert not Model(3, 4, "streams of their own", early=True).ends()
-    assert not Model(3, 4, "one queue for messages", early=True).ends()
+    """Gradients that their stage sends of its own accord: two hosts wait for their devices, each of which waits for the
+    other's host."""
+    assert not Model(2, 3, "streams of their own", equals=True).ends()
+    assert not Model(2, 3, "one queue for messages", equals=True).ends()
 
 
 @pytest.mark.parametrize("queues", QUEUES)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_a_sharded_optimizer_closes_no_circle(stages, queues):
+    """A kernel that has begun does not hold up its queue; if it did, one queue for everything would not do."""
     for microbatches in (stages, stages + 1, 2 * stages):
         for cutover in range(microbatches + 1):
             for in_flight in (None, microbatches + 1):
-                model = Sharded(stages, microbatches, queues, in_flight, cutover)
-                assert model.ends(), (microbatches, cutover, in_flight)
+                for patience in ("step", "none"):
+                    model = Sharded(
+                        stages, microbatches, queues, in_flight, cutover, patience,
+                        held_to_the_end=queues != "one queue for everything",
+                    )  # fmt: skip
+                    assert model.ends(), (microbatches, cutover, in_flight, patience)
 
 
 def test_the_model_sees_gathers_that_are_out_of_place():

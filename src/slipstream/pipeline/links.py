@@ -3,7 +3,7 @@
 Forward k is answered by gradient k; gradient k is answered by a later forward, at most m further on. A send is
 waited for when its answer is here, so the wait returns at once (on gloo a send cannot be polled); only a drain
 blocks. The receive of gradient j is posted when the last activation that the stage behind computes before it has been
-sent: that is in good time, and it is what keeps devices from waiting for each other in a circle (`in_stream.py`).
+sent: that is in good time.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class Links:
                     for way in ("forward", "backward")
                 )
                 if self._in_stream and lower:
-                    out = in_stream.ActivationsOut(neighbour, forward)
-                    into = in_stream.GradientsIn(neighbour, backward, device)
+                    out = in_stream.ActivationsOut(neighbour, forward, device, self._waiting)
+                    into = in_stream.GradientsIn(neighbour, backward, device, self._waiting)
                 elif self._in_stream:
                     out = in_stream.GradientsOut(neighbour, backward, device, self._waiting)
                     into = in_stream.ActivationsIn(neighbour, forward, device, self._waiting)
@@ -167,13 +167,11 @@ class Links:
         """The input of a microbatch; `left`: how many more the group has.
 
         A message over gloo sets out when its receive is posted. So as many are posted as the stage before may have
-        sent: else no depth hides a slow link. Where devices wait it is this one alone: there both stages have to queue
-        the two halves of every message in one order, and its gradient's send may come in between.
+        sent: else no depth hides a slow link.
         """
         if self._incoming is None:
             self._incoming = self._be_introduced()
-        wanted = 1 if self._in_stream else 1 + min(self._lead(), left)
-        while self._expected < wanted:
+        while self._expected < 1 + min(self._lead(), left):
             self._activations_in.post(self._incoming)
             self._expected += 1
         received = self._activations_in.receive(f"the activations of group {group}, microbatch {index}")
@@ -208,6 +206,12 @@ class Links:
         self._gradient_sends.append(self._gradients_out.send(grads))
         while len(self._gradient_sends) > keep:
             self._gradients_out.finish(self._gradient_sends.popleft(), f"the gradient of group {group}")
+
+    def let_go(self) -> None:
+        """Nothing more waits for this host, which may now leave the engine for a while."""
+        for channel in self._channels:
+            if isinstance(channel, in_stream.Sender):
+                channel.let_go()
 
     def finish_sends(self) -> None:
         """Block until everything sent has been received."""
