@@ -54,7 +54,7 @@ def optimizer(name, module):
     return build(name, module, lr=1e-3)
 
 
-def peak(world, stages, microbatches, name="sgd", groups=4, sharded=False, **options):
+def peak(world, stages, microbatches, name="sgd", groups=4, sharded=False, evaluation=False, **options):
     """Bytes per parameter of this stage, without the optimizer's state."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -79,6 +79,11 @@ def peak(world, stages, microbatches, name="sgd", groups=4, sharded=False, **opt
                 live.most = 0  # what it takes to begin is not what a run takes
             schedule.step(*((x,) if stage == 0 else ()), **({"target": x} if stage == stages - 1 else {}))
         schedule.drain()
+        trained = live.most
+        live.most = 0
+        y = x.float()  # as the master is
+        schedule.eval(*((y,) if stage == 0 else ()), **({"target": y} if stage == stages - 1 else {}))
+        evaluated = live.most
         schedule.close()
     count = sum(p.numel() for p in module.parameters())
-    return live.most / count
+    return evaluated / count if evaluation else trained / count

@@ -25,6 +25,12 @@ def test_of_each_stage(pool):
     within(found, planned(fresh=True, waiting=False) + BUCKET, planned(fresh=True) + BUCKET)
 
 
+def test_of_an_evaluation(pool):
+    """A compact master is made whole in the memory of its halves: two banks 4, the master 4, momentum 4."""
+    found = pool.run("pipeline.memory_jobs:peak", 4, 8, ranks=4, compact_master=True, evaluation=True)
+    assert all(each < 12 + BUCKET + SLACK for each in found), found
+
+
 def test_of_a_sharded_optimizer(pool):
     found = pool.run("pipeline.memory_jobs:peak", 2, 8, ranks=4, sharded=True, compact_master=True)
     least, most = (planned(fresh=True, shards=2, waiting=waiting) + BUCKET for waiting in (False, True))

@@ -167,6 +167,24 @@ def test_no_part_of_a_module_saves_weights_that_it_does_not_hold():
     assert module[0].state_dict()["weight"].shape == (3, 3)
 
 
+def test_a_compact_master_that_is_whole_can_be_saved_and_changed_but_not_loaded():
+    module, engine = compact()
+    for group in range(3):
+        engine.step(narrow(group)[0], target=narrow(group)[1])
+    expected = cloned_state(engine.state_dict())
+    with engine.gathered_master():
+        found = cloned_state(engine.state_dict())
+        with pytest.raises(UserError, match="inside gathered_master"):
+            engine.load_state_dict(expected)
+        module[0].weight.data.mul_(2)
+    assert all(torch.equal(found["master"][name], each) for name, each in expected["master"].items())
+    assert torch.equal(engine.state_dict()["master"]["0.weight"], 2 * expected["master"]["0.weight"])
+    engine.load_state_dict(expected)
+    engine.spread_master()
+    engine.step(narrow(3)[0], target=narrow(3)[1])
+    engine.close()
+
+
 def test_a_schedule_that_failed_gives_a_compact_module_its_weights_back():
     failing = []
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from slipstream.errors import UserError
 from slipstream.lists import copy_
 from slipstream.optim.muon import Muon
 from slipstream.pipeline.replica import Replica
@@ -97,10 +98,31 @@ class Compact:
         self._low = {i: torch.empty_like(master.weights[i], dtype=torch.int16) for i in owned}
         self._buckets = list(_buckets([(i, master.weights[i]) for i in owned]))
         self.intact = True  # the halves are one version: not inside an update
+        self.is_whole = False
         self.close(list(owned), high)
 
-    def halves(self, index: int) -> Halves:
+    def kept(self, index: int) -> Halves | Tensor:
+        """A weight as it is in memory now."""
+        if self.is_whole:
+            return self._master.weights[index]
         return Halves(self.high.weights[index], self._low[index])
+
+    def make_whole(self) -> None:
+        """All that is owned, until `take_apart`. The halves give their memory to it, so it takes no more than they."""
+        for bucket in self._buckets:
+            self.open(bucket)
+            self.high.free(bucket)
+            for i in bucket:
+                self._low[i].untyped_storage().resize_(0)
+        self.is_whole = True
+
+    def take_apart(self) -> None:
+        self.is_whole = False
+        for bucket in self._buckets:
+            for i in bucket:
+                low = self._low[i]
+                low.untyped_storage().resize_(low.nbytes)
+            self.close(bucket, self.high)
 
     def opened(self, high: Replica) -> Iterator[list[int]]:
         """The master bucket by bucket, whole while the caller has it; afterwards `high` is its upper half."""
@@ -121,17 +143,14 @@ class Compact:
                 copy_([replica.weights[i] for i in indices], [self.high.weights[i] for i in indices])
         self.high = high
 
-    def open(self, indices: Sequence[int] | None = None) -> None:
-        """Make the master whole (all that is owned: None)."""
-        indices = list(self._low) if indices is None else indices
+    def open(self, indices: Sequence[int]) -> None:
+        """Make a part of the master whole."""
         self._master.allocate(indices)
         wholes = [self._master.weights[i] for i in indices]
         join([self.high.weights[i] for i in indices], [self._low[i] for i in indices], wholes)
 
-    def close(self, indices: Sequence[int] | None = None, high: Replica | None = None) -> None:
-        """Take it apart, the upper half into `high` (None: where it was)."""
-        indices = list(self._low) if indices is None else indices
-        high = self.high if high is None else high
+    def close(self, indices: Sequence[int], high: Replica) -> None:
+        """Take it apart, the upper half into `high`."""
         high.allocate(indices)
         wholes = [self._master.weights[i] for i in indices]
         split(wholes, [high.weights[i] for i in indices], [self._low[i] for i in indices])
@@ -146,6 +165,8 @@ class Compact:
 
     def take(self, tensors: Mapping[int, Tensor], high: Replica) -> None:
         """Be these weights; `high` is written too."""
+        if self.is_whole:
+            raise UserError("A state cannot be loaded inside gathered_master().")
         self.high = high
         for i, tensor in tensors.items():
             split([tensor.to(high.weights[i].device)], [high.weights[i]], [self._low[i]])

@@ -271,6 +271,7 @@ class Schedule2BW(Engine):
         partial = self._versions.partial  # not inside another of these
         if partial:
             self.drain()
+            self._updater.await_copies()  # a compact master's halves give their memory to it
         try:
             with materialised(self._versions, self._peers) if partial else contextlib.nullcontext():
                 yield self._versions.module

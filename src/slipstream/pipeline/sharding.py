@@ -47,7 +47,7 @@ def make_whole(versions: Versions) -> None:
     if versions.lost:
         compact.lose()
     else:
-        compact.open()
+        compact.make_whole()
         versions.partial = len(versions.owned) < len(versions.names)
     compact.high.free()
 
@@ -82,7 +82,7 @@ def refuse_lost(versions: Versions) -> None:
 def materialised(versions: Versions, peers: Peers) -> Iterator[None]:
     """Inside, every rank has the whole master; all data ranks must enter together. What is changed in it stays."""
     if versions.compact is not None:
-        versions.compact.open()
+        versions.compact.make_whole()
     keep = set(peers.owned)
     for index, parameter in enumerate(versions.master.parameters):
         if index not in keep:
@@ -96,4 +96,4 @@ def materialised(versions: Versions, peers: Peers) -> Iterator[None]:
     finally:
         collapse(versions, peers.owned)
         if versions.compact is not None:
-            versions.compact.close()
+            versions.compact.take_apart()

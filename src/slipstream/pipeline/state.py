@@ -92,8 +92,10 @@ def _master_of(versions: Versions, index: int, at_rest: bool) -> Tensor | Halves
     """Live; of a compact master its halves, and at rest, where others load into it, a whole in memory of its own."""
     if versions.compact is None:
         return versions.master.parameters[index].detach()
-    halves = versions.compact.halves(index)
-    return halves.whole() if at_rest else halves
+    kept = versions.compact.kept(index)
+    if not at_rest:
+        return kept
+    return kept.whole() if isinstance(kept, Halves) else kept.clone()
 
 
 def _first_slots(updater: Updater) -> Mapping[Tensor, dict[str, Any]]:

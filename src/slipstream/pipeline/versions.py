@@ -108,6 +108,7 @@ class Versions:
             if self.parks and not replica.readers:
                 replica.free()
             else:
+                replica.allocate()
                 round_into(replica.weights, self.master.weights)
 
     def reads(self, group: int, microbatch: int) -> Read:
