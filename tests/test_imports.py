@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "optim": {"optimizers", "errors", "kernels", "lists", "torch_private", "distributed.groups"},
     "data": {"formats", "errors"},
     "distributed": {"errors", "torch_private"},
-    "pipeline": {"schedule", "optim", "distributed", "errors", "lists", "torch_private"},
+    "pipeline": {"schedule", "optim", "distributed", "errors", "kernels", "lists", "torch_private"},
     "metrics": {"formats", "schedule", "models.sizes", "errors"},
     "plan": {"formats", "schedule", "models.sizes", "errors"},
     "config": {"formats", "schedule", "models.sizes", "optimizers", "errors"},
