@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from slipstream.errors import UserError
 from slipstream.pipeline.depth import Depth
 from slipstream.pipeline.links import Links
 from slipstream.pipeline.messages import spec_of
@@ -59,3 +60,15 @@ def test_the_lead_is_what_the_stage_before_runs_ahead(stages, m, in_flight):
     for stage in range(1, stages):
         depth = Depth(stage, stages, m, in_flight, False, m)
         assert depth.lead == warm_up[stage - 1] - warm_up[stage] >= 1
+
+
+def test_no_slow_link_is_played_where_devices_wait(monkeypatch):
+    monkeypatch.setattr(Links, "slow_seconds", 0.01)
+    with pytest.raises(UserError, match="over NCCL"):
+        Links(
+            SimpleNamespace(count=2),
+            SimpleNamespace(kind="nccl"),
+            warm_up_behind=lambda: 0,
+            lead=lambda: 1,
+            timeout_seconds=1.0,
+        )

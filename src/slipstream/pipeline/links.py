@@ -21,6 +21,7 @@ from slipstream.distributed import wires
 from slipstream.distributed.groups import Groups, Scope, Wait
 from slipstream.distributed.ring import Door, RingReader, RingWriter, socket_folder
 from slipstream.distributed.slots import HostSlots
+from slipstream.errors import UserError
 from slipstream.pipeline import in_stream
 from slipstream.pipeline.channel import GroupIn, GroupOut, Incoming, Outbox, Outgoing, RingIn, RingOut
 from slipstream.pipeline.host_sum import PeerLost
@@ -71,6 +72,10 @@ class Links:
         if groups is None or stage.count == 1:
             return
         self._in_stream = groups.kind == "nccl"
+        if self._in_stream and Links.slow_seconds:
+            raise UserError(
+                "A slow link cannot be played over NCCL, whose messages wait on the device. Use stages on the CPU."
+            )
         self._meet_neighbours(groups.scope)
         self._waiting = Waiting([n for n in (self._before, self._behind) if n is not None])
         self._open(groups)
@@ -270,6 +275,7 @@ class Links:
         for neighbour in (self._before, self._behind):
             if neighbour is not None:
                 neighbour.wire.close()
+                neighbour.heed.clear()  # the channels, and with them memory of the device
 
 
 def _rings(
