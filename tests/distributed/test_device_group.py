@@ -50,8 +50,9 @@ def test_torchs_schedules_train_as_they_do_on_gloo(pool, name):
 
 
 def test_no_stage_of_a_v_greets_its_own_rank(pool):
-    """Which torch 2.11 does, and gloo has no connection for."""
-    assert pool.run("distributed.group_jobs:greeted", ranks=3) == [{1}, {0, 2}, {1}]
+    """Which torch 2.11 does, and gloo has no connection for. Torch 2.15 greets nobody."""
+    neighbours = [{1}, {0, 2}, {1}]
+    assert pool.run("distributed.group_jobs:greeted", ranks=3) in (neighbours, [set(), set(), set()])
 
 
 @pytest.mark.parametrize("stages", [2, 3])

@@ -256,16 +256,23 @@ def _asked_of_gloo(name: str) -> Callable[..., dist.Work]:
 
 
 for _name in (
+    "all_gather_single",  # the names with "single" are of torch 2.15
+    "all_gather_single_coalesced",
+    "all_to_all_single",
     "allgather_coalesced",
     "allreduce_coalesced",
     "alltoall",
     "alltoall_base",
     "barrier",
     "gather",
+    "gather_single",
     "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
     "scatter",
 ):
-    setattr(DeviceGroup, _name, _asked_of_gloo(_name))
+    if hasattr(dist.ProcessGroupGloo, _name):
+        setattr(DeviceGroup, _name, _asked_of_gloo(_name))
 
 
 class _Done(dist.Work):
