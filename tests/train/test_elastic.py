@@ -93,7 +93,8 @@ def test_a_run_shrinks_and_grows(runs, quiet, quick):
     starts = stages_by_start(runs)
     assert starts[:2] == [2, 1], said
     assert killer.mend.is_set()
-    assert starts[2:] == [2], said
+    # A process of the place may live until the killer sees it: long enough to be taken for back, and lost again.
+    assert starts[-1] == 2, said
     assert any("goes on with 2 stages" in words for words in said)
     assert runs.steps("run") == list(range(1, 61))
     assert_equal_weights(runs.weights("run"), quiet.weights("run"))
