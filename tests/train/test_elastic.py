@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import suppress
 
 import pytest
 from tests.train.conftest import Runs, assert_equal_weights
@@ -46,7 +47,8 @@ class Killer:
             worker = self._pool._workers.get(self._place)
             if worker is not None and worker.pid not in self.killed:
                 self.killed.add(worker.pid)
-                os.kill(worker.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it may have ended by itself since
+                    os.kill(worker.pid, signal.SIGKILL)
 
     def __enter__(self) -> Killer:
         self._thread.start()
