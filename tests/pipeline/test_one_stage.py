@@ -185,6 +185,31 @@ def test_a_compact_master_that_is_whole_can_be_saved_and_changed_but_not_loaded(
     engine.close()
 
 
+def test_a_compact_master_that_finds_no_room_stays_as_it_was(monkeypatch):
+    _, engine = compact()
+    for group in range(3):
+        engine.step(narrow(group)[0], target=narrow(group)[1])
+    expected = cloned_state(engine.state_dict())
+    parts = engine._versions.compact
+    monkeypatch.setattr(parts, "_buckets", [[i] for i in range(4)])
+    opened = parts.open
+
+    def open_some(indices):
+        if 2 in indices:
+            raise MemoryError("no room")
+        opened(indices)
+
+    with monkeypatch.context() as small:
+        small.setattr(parts, "open", open_some)
+        with pytest.raises(MemoryError, match="no room"), engine.gathered_master():
+            pass
+    found = engine.state_dict()["master"]
+    assert all(torch.equal(found[name], each) for name, each in expected["master"].items())
+    with engine.gathered_master():
+        pass
+    engine.close()
+
+
 def test_a_schedule_that_failed_gives_a_compact_module_its_weights_back():
     failing = []
 

@@ -45,7 +45,7 @@ def divide_rows(x, out, divisors, least, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_dithered(total, term, seed, size, BLOCK: tl.constexpr):
-    """total (bf16, as int16) ← total + term, rounded by a hash of the place; `pipeline/gradients.py` says how."""
+    """total (bf16, as int16) ← total + term, rounded by a hash of the place (`dither.py`)."""
     here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = here < size
     before = tl.load(total + here, mask=inside, other=0).to(tl.bfloat16, bitcast=True).to(tl.float32)

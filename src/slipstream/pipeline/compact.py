@@ -98,31 +98,35 @@ class Compact:
         self._low = {i: torch.empty_like(master.weights[i], dtype=torch.int16) for i in owned}
         self._buckets = list(_buckets([(i, master.weights[i]) for i in owned]))
         self.intact = True  # the halves are one version: not inside an update
-        self.is_whole = False
+        self._whole: set[int] = set()  # those that are not in halves now
         self.close(list(owned), high)
 
     def kept(self, index: int) -> Halves | Tensor:
         """A weight as it is in memory now."""
-        if self.is_whole:
+        if index in self._whole:
             return self._master.weights[index]
         return Halves(self.high.weights[index], self._low[index])
 
     def make_whole(self) -> None:
         """All that is owned, until `take_apart`. The halves give their memory to it, so it takes no more than they."""
-        for bucket in self._buckets:
-            self.open(bucket)
-            self.high.free(bucket)
-            for i in bucket:
-                self._low[i].untyped_storage().resize_(0)
-        self.is_whole = True
+        try:
+            for bucket in self._buckets:
+                self.open(bucket)
+                self._whole.update(bucket)
+                self.high.free(bucket)
+                for i in bucket:
+                    self._low[i].untyped_storage().resize_(0)
+        except Exception:  # no room for one of them: none is lost
+            self.take_apart()
+            raise
 
     def take_apart(self) -> None:
-        self.is_whole = False
         for bucket in self._buckets:
-            for i in bucket:
-                low = self._low[i]
-                low.untyped_storage().resize_(low.nbytes)
-            self.close(bucket, self.high)
+            if self._whole.issuperset(bucket):
+                for i in bucket:
+                    self._low[i].untyped_storage().resize_(self._low[i].nbytes)
+                self.close(bucket, self.high)
+                self._whole.difference_update(bucket)
 
     def opened(self, high: Replica) -> Iterator[list[int]]:
         """The master bucket by bucket, whole while the caller has it; afterwards `high` is its upper half."""
@@ -165,7 +169,7 @@ class Compact:
 
     def take(self, tensors: Mapping[int, Tensor], high: Replica) -> None:
         """Be these weights; `high` is written too."""
-        if self.is_whole:
+        if self._whole:
             raise UserError("A state cannot be loaded inside gathered_master().")
         self.high = high
         for i, tensor in tensors.items():

@@ -26,9 +26,8 @@ class Neighbour:
         self.stage = stage
         self.wire = wire
         self.timeout_seconds = timeout_seconds
-        self.heed: dict[
-            bytes, Callable[[bytes], None]
-        ] = {}  # by the first byte of a notice: what to do with the rest
+        # By the first byte of a notice: what to do with the rest.
+        self.heed: dict[bytes, Callable[[bytes], None]] = {}
         self._shapes: deque[Spec] = deque()
         self.heed[_SHAPES] = lambda rest: self._shapes.append(decode(rest))
 
