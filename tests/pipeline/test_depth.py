@@ -29,8 +29,12 @@ def test_the_chosen_depth_hides_the_link_and_no_smaller_one_does(stages, latency
 
 def test_a_fast_link_keeps_the_least():
     assert choose_in_flight(8, 16, 0.03, 1e-5) == 8
-    assert choose_in_flight(8, 8, 0.03, 0.003) == 8, "m leaves no room"
-    assert choose_in_flight(8, 10, 0.03, 0.003) == 10
+
+
+def test_two_banks_leave_room_for_one_more_than_a_group():
+    assert choose_in_flight(8, 8, 0.03, 0.003) == 9
+    assert choose_in_flight(8, 10, 0.03, 0.003) == 11
+    assert within_cutover(8, 8, 9, 8, 0.03, 0.003) == 9
 
 
 @pytest.mark.parametrize(("m", "in_flight"), [(2, 3), (3, 4), (4, 5), (8, 5), (32, 5)])

@@ -2,8 +2,9 @@
 
 Hosts run the real order of the schedule. A message is two kernels, one on each device, and they run when both have been
 queued and everything queued before each of them, in its queue, is done. The adversary: after every action a host waits
-until its device has done all there is (it allocates, say, or loads a kernel), looking after nobody meanwhile, and
-deaf to what its neighbours told it just before; and the hardware may put streams into one queue.
+until its device has done all there is (it allocates, say, or loads a kernel), and its attendant with it, which looks
+after nobody meanwhile and is deaf to what the neighbours told just before; and the hardware may put streams into one
+queue.
 """
 
 from __future__ import annotations
@@ -30,15 +31,14 @@ OTHER_HALF = {"S": (1, "r"), "r": (-1, "S"), "R": (1, "s"), "s": (-1, "R")}
 
 
 class Model:
-    """`patience`: until when what is to be sent is held back. "computed": its device is done with it; "step": that, or
-    the end of the group, whichever comes first; "none": it is not. `held_to_the_end`: a kernel holds up its queue until
-    it is done, not only until it has begun (when it has all it needs of its own device). `equals`: stages on both sides
-    begin a message, as if it did no harm."""
+    """`patience`: whether what is to be sent is held back until its device is done with it. `held_to_the_end`: a kernel
+    holds up its queue until it is done, not only until it has begun (when it has all it needs of its own device).
+    `equals`: stages on both sides begin a message, as if it did no harm."""
 
     data_ranks = 1
 
     def __init__(
-        self, stages, microbatches, queues, in_flight=None, cutover=None, patience="step", *, equals=False,
+        self, stages, microbatches, queues, in_flight=None, cutover=None, patience=True, *, equals=False,
         held_to_the_end=True, groups=3,
     ):  # fmt: skip
         self.stages, self.queues, self.patience, self.equals = stages, QUEUES[queues], patience, equals
@@ -84,8 +84,6 @@ class Model:
             else:
                 self.update(rank, group)
             self.offer(rank)
-            if kind is Kind.FORWARD and microbatch == self.microbatches - 1 and self.patience == "step":
-                self.let_go(rank)
             yield lambda: all(self.done.issuperset(self.streams[rank, name][-1:]) for name in NAMES), False
         yield from self.drain(rank)
 
@@ -136,15 +134,8 @@ class Model:
                 moved = True
         return moved
 
-    def let_go(self, rank):
-        while self.activations[rank]:
-            self.send(rank)
-        for entry in list(self.gradients[rank]):
-            if not entry[1]:
-                self.announce(rank, entry)
-
     def is_computed(self, rank, what, at):
-        return self.patience == "none" or (rank, "compute", (what, *at)) in self.done
+        return not self.patience or (rank, "compute", (what, *at)) in self.done
 
     def send(self, rank):
         at = self.activations[rank].popleft()
@@ -332,7 +323,7 @@ class Sharded(Model):
         yield from self.finish(rank, len(self.schedule.ranks[0]), bank=True)
 
 
-@pytest.mark.parametrize("patience", ["computed", "step", "none"])
+@pytest.mark.parametrize("patience", [True, False])
 @pytest.mark.parametrize("queues", QUEUES)
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_every_host_and_every_kernel_gets_to_its_end(stages, queues, patience):
@@ -343,7 +334,7 @@ def test_every_host_and_every_kernel_gets_to_its_end(stages, queues, patience):
                 assert model.ends(), (microbatches, in_flight)
 
 
-@pytest.mark.parametrize("patience", ["step", "none"])
+@pytest.mark.parametrize("patience", [True, False])
 @pytest.mark.parametrize("queues", QUEUES)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_whatever_the_cutover(stages, queues, patience):
@@ -368,7 +359,7 @@ def test_a_sharded_optimizer_closes_no_circle(stages, queues):
     for microbatches in (stages, stages + 1, 2 * stages):
         for cutover in range(microbatches + 1):
             for in_flight in (None, microbatches + 1):
-                for patience in ("step", "none"):
+                for patience in (True, False):
                     model = Sharded(
                         stages, microbatches, queues, in_flight, cutover, patience,
                         held_to_the_end=queues != "one queue for everything",

@@ -16,9 +16,11 @@ import os
 import select
 import socket
 import struct
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -31,7 +33,7 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 class Wire:
-    """One end. `str(wire)` is how messages name the rank at the other end."""
+    """One end, for any thread. `str(wire)` is how messages name the rank at the other end."""
 
     def __init__(self, end: socket.socket, rank: int, timeout_seconds: float, near: bool = True) -> None:
         self.rank = rank
@@ -39,6 +41,7 @@ class Wire:
         self._end = end
         self._end.setblocking(False)
         self._timeout_seconds = timeout_seconds
+        self._sending, self._reading = threading.Lock(), threading.Lock()
         self._unparsed = bytearray()
         self._messages: deque[bytes] = deque()
         self._gone = False
@@ -53,21 +56,23 @@ class Wire:
     def send(self, message: bytes) -> None:
         """Hand a message to the system; that a rank is gone shows in what it does not answer."""
         left = memoryview(_LENGTH.pack(len(message)) + message)
-        while left and not self._gone:
-            try:
-                left = left[self._end.send(left) :]
-            except BlockingIOError:  # the other end has not read for very long
-                poll = select.poll()
-                poll.register(self._end, select.POLLOUT)
-                self._gone = self.stalled = not poll.poll(self._timeout_seconds * 1e3)
-            except OSError:
-                self._gone = True
+        with self._sending:
+            while left and not self._gone:
+                try:
+                    left = left[self._end.send(left) :]
+                except BlockingIOError:  # the other end has not read for very long
+                    poll = select.poll()
+                    poll.register(self._end, select.POLLOUT)
+                    self._gone = self.stalled = not poll.poll(self._timeout_seconds * 1e3)
+                except OSError:
+                    self._gone = True
 
     def receive(self) -> bytes | None:
         """The oldest message that has come, if one has."""
-        if not self._messages:
-            self._read()
-        return self._messages.popleft() if self._messages else None
+        with self._reading:
+            if not self._messages:
+                self._read()
+            return self._messages.popleft() if self._messages else None
 
     @property
     def gone(self) -> bool:
@@ -86,8 +91,9 @@ class Wire:
 
     def hung_up(self) -> bool:
         """Whether the other end is gone, even if something it sent is still to be received."""
-        while not self._gone and self._read():
-            pass
+        with self._reading:
+            while not self._gone and self._read():
+                pass
         return self._gone
 
     def close(self) -> None:
@@ -117,7 +123,11 @@ class Wire:
         return True
 
 
-def wait_readable(wires: Iterable[Wire], seconds: float) -> None:
+class Readable(Protocol):
+    def fileno(self) -> int: ...
+
+
+def wait_readable(wires: Iterable[Readable], seconds: float) -> None:
     """Until one of the wires has something to read or is gone, or the time is over."""
     poll = select.poll()
     for wire in wires:

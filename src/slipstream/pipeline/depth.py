@@ -10,7 +10,7 @@ delays its neighbours just as a slow link does.
 A cutover below that number (`schedule/cutover.py`) has every group begin with a part of a flush, which costs more than
 a fast link and less than a slow one: `within_cutover` asks the simulator which of the two to have.
 
-On a host stages are ahead by `HOST_LEAD` pairs more, as far as m + 1 allows. Cores are late for several microbatches
+On a host stages are ahead by `HOST_LEAD` pairs more. Cores are late for several microbatches
 in a row (other programs, clocks), and their memory is cheap.
 """
 
@@ -37,19 +37,20 @@ _GROUPS = 6  # simulated to compare two depths
 def choose_in_flight(
     stages: int, microbatches: int, work_seconds: float, link_seconds: float, on_host: bool = False
 ) -> int:
-    """The number in flight on stage 0, from P (the least) to m, which leaves a pair of slack for the update.
+    """The number in flight on stage 0, from P (the least) to m + 1, the most that two banks allow.
 
-    On a host, to m + 1: an update there waits for little, and being late costs more than that slack is worth.
+    The last one leaves no slack for the update, which waits for less than a message that comes late (measured on two
+    cores and over NCCL: docs/notes/engine.md).
     """
     if stages == 1 or work_seconds <= 0:
         return stages
     lead = math.ceil(2 * link_seconds / work_seconds)
-    if on_host:
-        return min(1 + (stages - 1) * (1 + max(lead, HOST_LEAD)), microbatches + 1)
     lost = 2 * (stages - 1) * link_seconds / (stages * work_seconds)
-    if lost < NEGLIGIBLE:
+    if on_host:
+        lead = max(lead, HOST_LEAD)
+    elif lost < NEGLIGIBLE:
         return stages
-    return max(stages, min(1 + (stages - 1) * (1 + lead), microbatches))
+    return min(1 + (stages - 1) * (1 + lead), microbatches + 1)
 
 
 def within_cutover(
@@ -59,9 +60,11 @@ def within_cutover(
 
     A pure function of times that all stages have heard, so all of them come to the same answer.
     """
+    if cutover >= microbatches:
+        return chosen
     capped = min(chosen, max(stages, cutover))
     wanted = min(1 + (stages - 1) * (1 + math.ceil(2 * link_seconds / work_seconds)), microbatches + 1)
-    if cutover >= microbatches or capped == chosen or wanted <= capped:
+    if capped == chosen or wanted <= capped:
         return capped
     # The update's own exchange crosses the links as well.
     costs = Costs(work_seconds / 3, 2 * work_seconds / 3, latency=link_seconds, update_latency=link_seconds)

@@ -17,8 +17,8 @@ queue its kernels in one order, so nothing can go wrong either where streams sha
 eight by default). `tests/pipeline/test_waits.py` runs all this as a model in which every host waits for its device
 after every action.
 
-A host that leaves the engine cannot tell anybody when its device is done. So at the end of every step what is still
-being computed is let go: begun all the same, at the price of a kernel that spins until then.
+All this is run by a thread of each host (`attendant.py`), so that a message is late neither because its host is
+launching kernels nor because it has left the engine.
 
 Each direction of each link has a communicator and so a stream of its own. Everything is queued from side streams, so
 that it need not wait for what the stage is computing.
@@ -35,8 +35,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.distributed.groups import Group, Wait
+from slipstream.pipeline.attendant import Attendant
 from slipstream.pipeline.messages import Spec, decode, spec_of
-from slipstream.pipeline.neighbours import Neighbour, Waiting
+from slipstream.pipeline.neighbours import Neighbour
 
 _SENT, _COMING, _READY = b"S", b"C", b"R"
 
@@ -64,28 +65,30 @@ class Sender(ABC):
     """Messages to one neighbour, held until they have been computed."""
 
     def __init__(
-        self, neighbour: Neighbour, group: Group, peer: int, device: torch.device, waiting: Waiting
+        self, neighbour: Neighbour, group: Group, peer: int, device: torch.device, attendant: Attendant
     ) -> None:
         self._neighbour, self._group, self._peer = neighbour, group, peer
-        self._device, self._waiting = device, waiting
+        self._device, self._attendant = device, attendant
         self._side = torch.cuda.Stream(device)
         self._held: deque[Message] = deque()
-        waiting.attend.append(self.attend)
+        attendant.duties.append(self)
 
     def send(self, tensors: Sequence[Tensor]) -> list[Wait]:
         message = Message(tensors, self._device)
         self._held.append(message)
-        self._waiting.look_around()
+        self._attendant.ring()
         return [message]
 
     def attend(self) -> bool:
+        begun = False
         while self._held and self._held[0].computed.query():
             self._begin(self._held.popleft())
-        return bool(self._held)
+            begun = True
+        return begun
 
-    def let_go(self) -> None:
-        while self._held:
-            self._begin(self._held.popleft())
+    @property
+    def awaits_device(self) -> bool:
+        return bool(self._held)
 
     @abstractmethod
     def _begin(self, message: Message) -> None: ...
@@ -98,7 +101,7 @@ class Sender(ABC):
     def finish(self, handles: Sequence[Wait], what: str) -> None:
         for message in handles:
             assert isinstance(message, Message)
-            self._waiting.until(
+            self._attendant.until(
                 lambda message=message: message.works is not None,
                 self._neighbour,
                 f"waited to deliver {what} to",
@@ -112,8 +115,8 @@ class Sender(ABC):
 class ActivationsOut(Sender):
     """From the stage before, which begins."""
 
-    def __init__(self, behind: Neighbour, group: Group, device: torch.device, waiting: Waiting) -> None:
-        super().__init__(behind, group, 1, device, waiting)
+    def __init__(self, behind: Neighbour, group: Group, device: torch.device, attendant: Attendant) -> None:
+        super().__init__(behind, group, 1, device, attendant)
 
     def _begin(self, message: Message) -> None:
         self._queue(message)
@@ -123,8 +126,8 @@ class ActivationsOut(Sender):
 class GradientsOut(Sender):
     """From the stage behind: queued when the stage before, told that they come, is ready for them."""
 
-    def __init__(self, before: Neighbour, group: Group, device: torch.device, waiting: Waiting) -> None:
-        super().__init__(before, group, 0, device, waiting)
+    def __init__(self, before: Neighbour, group: Group, device: torch.device, attendant: Attendant) -> None:
+        super().__init__(before, group, 0, device, attendant)
         self._announced: deque[Message] = deque()
         before.heed[_READY] = lambda _: self._queue(self._announced.popleft())
 
@@ -141,10 +144,10 @@ class _Receiver:
     """Receives that have been queued on the device."""
 
     def __init__(
-        self, neighbour: Neighbour, group: Group, peer: int, device: torch.device, waiting: Waiting
+        self, neighbour: Neighbour, group: Group, peer: int, device: torch.device, attendant: Attendant
     ) -> None:
         self._neighbour, self._group, self._peer = neighbour, group, peer
-        self._device, self._waiting = device, waiting
+        self._device, self._attendant = device, attendant
         self._side = torch.cuda.Stream(device)
         self._under_way: deque[tuple[list[Tensor], list[dist.Work]]] = deque()
 
@@ -155,7 +158,7 @@ class _Receiver:
 
     def receive(self, what: str) -> list[Tensor]:
         """The oldest: the host waits until it has been queued, the stage's stream until it is there."""
-        self._waiting.until(lambda: bool(self._under_way), self._neighbour, f"waited for {what} from")
+        self._attendant.until(lambda: bool(self._under_way), self._neighbour, f"waited for {what} from")
         buffers, works = self._under_way.popleft()
         for work in works:
             work.wait()
@@ -171,8 +174,8 @@ class _Receiver:
 class ActivationsIn(_Receiver):
     """On the stage behind: queued when they have been sent, wanted yet or not."""
 
-    def __init__(self, before: Neighbour, group: Group, device: torch.device, waiting: Waiting) -> None:
-        super().__init__(before, group, 0, device, waiting)
+    def __init__(self, before: Neighbour, group: Group, device: torch.device, attendant: Attendant) -> None:
+        super().__init__(before, group, 0, device, attendant)
         before.heed[_SENT] = lambda spec: self._queue(decode(spec))
 
     def post(self, spec: Spec) -> None:
@@ -182,22 +185,27 @@ class ActivationsIn(_Receiver):
 class GradientsIn(_Receiver):
     """On the stage before: queued when they come, and `post` has told their shapes."""
 
-    def __init__(self, behind: Neighbour, group: Group, device: torch.device, waiting: Waiting) -> None:
-        super().__init__(behind, group, 1, device, waiting)
+    awaits_device = False
+
+    def __init__(self, behind: Neighbour, group: Group, device: torch.device, attendant: Attendant) -> None:
+        super().__init__(behind, group, 1, device, attendant)
         self._posted: deque[Spec] = deque()
         self._coming = 0
         behind.heed[_COMING] = self._come
+        attendant.duties.append(self)
 
     def post(self, spec: Spec) -> None:
         self._posted.append(spec)
-        self._begin()
+        self._attendant.ring()
 
     def _come(self, _: bytes) -> None:
         self._coming += 1
-        self._begin()
 
-    def _begin(self) -> None:
+    def attend(self) -> bool:
+        begun = False
         while self._posted and self._coming:
             self._coming -= 1
             self._queue(self._posted.popleft())
             self._neighbour.tell(_READY)
+            begun = True
+        return begun

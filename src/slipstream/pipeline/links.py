@@ -23,6 +23,7 @@ from slipstream.distributed.ring import Door, RingReader, RingWriter, socket_fol
 from slipstream.distributed.slots import HostSlots
 from slipstream.errors import UserError
 from slipstream.pipeline import in_stream
+from slipstream.pipeline.attendant import Attendant
 from slipstream.pipeline.channel import GroupIn, GroupOut, Incoming, Outbox, Outgoing, RingIn, RingOut
 from slipstream.pipeline.host_sum import PeerLost
 from slipstream.pipeline.messages import Spec, blank, differentiable, spec_of
@@ -31,6 +32,7 @@ from slipstream.pipeline.peers import InStream
 from slipstream.pipeline.torch_stage import StageInfo
 
 PINGS = 5
+_LOOK_SECONDS = 0.0001
 CLOSING_SECONDS = 2.0  # a dying process closes its connections one after the other
 
 
@@ -65,20 +67,25 @@ class Links:
         self._activation_sends: deque[list[Wait]] = deque()
         self._gradient_sends: deque[list[Wait]] = deque()
         self._evaluation_sends: deque[list[Wait]] = deque()
-        self._in_stream = False
         self._before: Neighbour | None = None
         self._behind: Neighbour | None = None
+        self._waiting = Waiting(())
+        self._attendant: Attendant | None = None  # where messages wait on the device
         self._channels: list[Incoming | Outgoing] = []
         if groups is None or stage.count == 1:
             return
-        self._in_stream = groups.kind == "nccl"
-        if self._in_stream and Links.slow_seconds:
+        if groups.kind == "nccl" and Links.slow_seconds:
             raise UserError(
                 "A slow link cannot be played over NCCL, whose messages wait on the device. Use stages on the CPU."
             )
         self._meet_neighbours(groups.scope)
-        self._waiting = Waiting([n for n in (self._before, self._behind) if n is not None])
+        neighbours = [n for n in (self._before, self._behind) if n is not None]
+        self._waiting = Waiting(neighbours)
+        if groups.kind == "nccl":
+            self._waiting = self._attendant = Attendant(neighbours)
         self._open(groups)
+        if self._attendant is not None:
+            self._attendant.start()
 
     # Making them ------------------------------------------------------------------------------------------
 
@@ -121,12 +128,12 @@ class Links:
                     groups.device(f"link/{pair[0]}-{pair[1]}/{way}", pair, link=way)
                     for way in ("forward", "backward")
                 )
-                if self._in_stream and lower:
-                    out = in_stream.ActivationsOut(neighbour, forward, device, self._waiting)
-                    into = in_stream.GradientsIn(neighbour, backward, device, self._waiting)
-                elif self._in_stream:
-                    out = in_stream.GradientsOut(neighbour, backward, device, self._waiting)
-                    into = in_stream.ActivationsIn(neighbour, forward, device, self._waiting)
+                if self._attendant is not None and lower:
+                    out = in_stream.ActivationsOut(neighbour, forward, device, self._attendant)
+                    into = in_stream.GradientsIn(neighbour, backward, device, self._attendant)
+                elif self._attendant is not None:
+                    out = in_stream.GradientsOut(neighbour, backward, device, self._attendant)
+                    into = in_stream.ActivationsIn(neighbour, forward, device, self._attendant)
                 else:
                     out = GroupOut(neighbour, forward if lower else backward)
                     into = GroupIn(neighbour, backward if lower else forward, device, staged)
@@ -212,12 +219,6 @@ class Links:
         while len(self._gradient_sends) > keep:
             self._gradients_out.finish(self._gradient_sends.popleft(), f"the gradient of group {group}")
 
-    def let_go(self) -> None:
-        """Nothing more waits for this host, which may now leave the engine for a while."""
-        for channel in self._channels:
-            if isinstance(channel, in_stream.Sender):
-                channel.let_go()
-
     def finish_sends(self) -> None:
         """Block until everything sent has been received."""
         while self._activation_sends:
@@ -246,16 +247,14 @@ class Links:
     # Waiting and ending -----------------------------------------------------------------------------------
 
     def wait_for(self, wait: Wait) -> None:
-        """Wait for something of an update, looking after the neighbours where their devices depend on it."""
-        if not self._in_stream or isinstance(wait, InStream):
-            wait.wait()
-            return
-        deadline = time.monotonic() + self._timeout_seconds
-        while not wait.is_completed():
-            self._waiting.look_around()
-            if time.monotonic() > deadline:
-                raise PeerLost(f"no answer within the timeout of {self._timeout_seconds:g} s")
-            self._waiting.pause()
+        """Wait for something of an update. Where the device may have been lost with a neighbour, not for ever."""
+        if self._attendant is not None and not isinstance(wait, InStream):
+            deadline = time.monotonic() + self._timeout_seconds
+            while not wait.is_completed():
+                self._attendant.check()
+                if time.monotonic() > deadline:
+                    raise PeerLost(f"no answer within the timeout of {self._timeout_seconds:g} s")
+                time.sleep(_LOOK_SECONDS)
         wait.wait()
 
     def lost_neighbour(self) -> str | None:
@@ -270,6 +269,7 @@ class Links:
         return None
 
     def close(self) -> None:
+        self._waiting.close()
         for channel in self._channels:
             channel.close()
         for neighbour in (self._before, self._behind):

@@ -16,7 +16,6 @@ from slipstream.errors import StageError
 from slipstream.pipeline.messages import Spec, decode, encode
 
 _SHAPES = b"D"
-_LOOK_SECONDS = 0.0001  # between two looks at something that no wire tells
 
 
 class Neighbour:
@@ -40,10 +39,13 @@ class Neighbour:
     def tell(self, notice: bytes, spec: Spec | None = None) -> None:
         self.wire.send(notice if spec is None else notice + encode(spec))
 
-    def listen(self) -> None:
-        """Heed what has been told."""
+    def listen(self) -> bool:
+        """Heed what has been told; whether anything was, or whether the wire is gone."""
+        heard = False
         while (message := self.wire.receive()) is not None:
             self.heed[message[:1]](message[1:])
+            heard = True
+        return heard or self.wire.gone
 
     def hear_shapes(self, waiting: Waiting) -> Spec:
         waiting.until(lambda: bool(self._shapes), self, "waited for the shapes of the output from")
@@ -51,31 +53,16 @@ class Neighbour:
 
 
 class Waiting:
-    """How a host waits: looking after what its neighbours ask for meanwhile, and not for ever."""
+    """How a host waits for its neighbours: heeding whatever they tell meanwhile, and not for ever."""
 
     def __init__(self, neighbours: Sequence[Neighbour]) -> None:
         self._neighbours = list(neighbours)
-        # What is looked after while this host waits; each says whether it waits for the device.
-        self.attend: list[Callable[[], bool]] = []
-
-    def look_around(self) -> bool:
-        """Heed what the neighbours told, and do what has become possible. Whether something waits for the device."""
-        for neighbour in self._neighbours:
-            neighbour.listen()
-        waiting = [attend() for attend in self.attend]
-        return any(waiting)
-
-    def pause(self) -> None:
-        """A moment, for something that no wire tells."""
-        time.sleep(_LOOK_SECONDS)
 
     def until(self, arrived: Callable[[], bool], neighbour: Neighbour, what: str) -> None:
         """Wait for `arrived`, which a message of `neighbour` brings about."""
         started = time.monotonic()
-        while True:
-            device_works = self.look_around()
-            if arrived():
-                return
+        self._listen()
+        while not arrived():
             seconds = time.monotonic() - started
             if neighbour.wire.gone:
                 closed = ConnectionError("closed by the other end")
@@ -83,10 +70,23 @@ class Waiting:
             left = neighbour.timeout_seconds - seconds
             if left <= 0:
                 raise broken(TimeoutError(), seconds, neighbour, what)
-            if device_works:
-                self.pause()
-            else:  # any wire wakes: an answer to one neighbour may be what another one waits for
-                wait_readable((n.wire for n in self._neighbours if not n.wire.gone), min(left, 1.0))
+            self._wait(left)
+            self._listen()
+
+    @property
+    def wires(self) -> list[Wire]:
+        """Those that may still bring something."""
+        return [neighbour.wire for neighbour in self._neighbours if not neighbour.wire.gone]
+
+    def close(self) -> None:
+        pass
+
+    def _listen(self) -> None:
+        for neighbour in self._neighbours:
+            neighbour.listen()
+
+    def _wait(self, seconds: float) -> None:
+        wait_readable(self.wires, min(seconds, 1.0))
 
 
 def broken(error: Exception, seconds: float, neighbour: Neighbour, what: str) -> StageError:

@@ -203,7 +203,6 @@ class Schedule2BW(Engine):
                 self._updater.advance()
                 if len(self._flight) > self._depth.warm_up:
                     self._flight.backward()
-            self._links.let_go()
             self.group += 1
         return self._results(results, losses, return_outputs)
 
