@@ -102,6 +102,8 @@ class Setting:
             "health.hash_every": 0,
             "checkpoint.keep": 0,
         }
+        if self.schedule == "2bw":
+            given["pipeline.in_flight"] = self.stages  # as many as 1F1B holds; more hide a slow link
         if self.shard:
             given["pipeline.shard_optimizer"] = "true"
         if self.cutover is not None:
