@@ -4,8 +4,9 @@
 
 Trains every setting below for a few updates through `slipstream train`, and writes OUT/memory.jsonl: peaks by stage and
 what the planner says of them. `sharded 1F1B` is torch's own schedule with a sharded optimizer written out below, since
-the trainer shards that of 2BW only. Ranks share one GPU, by
-CUDA's Multi-Process Service and with an NCCL that lets them (docs/notes/transports.md).
+the trainer shards that of 2BW only. Ranks share one GPU, by CUDA's Multi-Process Service and through the project's own
+group: what torch allocates does not depend on the transport, and NCCL does not bear several jobs on one GPU
+(docs/notes/transports.md).
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def measure(setting: Setting, out: Path) -> dict:
     fitter = setting.fitter()
     cut = fitter.cut(setting.shape)
     assert cut is not None
-    planned = [rank.total for rank in fitter.memory(setting.shape, cut)]
+    planned = [rank.total - rank.communicators for rank in fitter.memory(setting.shape, cut)]
     if setting.schedule == "sharded 1f1b":
         with RankPool(setting.stages * setting.data_ranks) as pool:
             peaks = pool.run(sharded_1f1b, setting, [[c.start, c.stop] for c in cut], timeout=SECONDS)

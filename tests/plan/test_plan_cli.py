@@ -163,7 +163,7 @@ def test_a_model_is_read_from_its_config_json_and_from_a_run(capsys, tmp_path):
 
 def test_rows_that_cannot_be_run_say_why_and_a_penalty_from_elsewhere_is_marked(capsys):
     with pytest.raises(SystemExit):
-        main(["plan", "--model", "llama3-8b", "--devices", "64"])
+        main(["plan", "--model", "llama3-8b", "--device", "h200", "--devices", "64"])
     told = " ".join(capsys.readouterr().out.split())
     assert "Not run by `slipstream train` yet, and ranked for comparison:" in told
     assert "the optimizer is sharded under 2bw only" in told

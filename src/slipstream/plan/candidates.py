@@ -31,6 +31,8 @@ from slipstream.schedule.generate import build, canonical
 SCHEDULES = ("pipedream_2bw", "1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
 MICROBATCH_SIZES = (1, 2, 4, 8, 16, 32)
 OCCUPANCY_MICROBATCHES = 4  # times P: by then every schedule but gpipe holds its most activations
+# By which the allocator's blocks exceed what is in them, for each layer and microbatch (docs/notes/memory.md).
+BLOCKS_BYTES = 3 << 20
 
 Cut = tuple[range, ...]
 
@@ -174,8 +176,9 @@ class Fitter:
             if part is model.head:
                 pieces = size * part.working_bytes
                 head = pieces + max(pieces, min(size * part.scratch_bytes, LOSS_SCRATCH_MOST))
-            elif shape.checkpointing:
-                layer = max(layer, size * part.working_bytes)
+            else:
+                again = part.working_bytes if shape.checkpointing else 0.0
+                layer = max(layer, size * (again + part.backward_bytes))
         # Three moments compete: a backward begins (counted so far); it ends, its activations gone but all its
         # gradients there in the banks' precision; an update runs, when no microbatch is half done.
         working = max(head, layer)
@@ -191,10 +194,17 @@ class Fitter:
         return replace(
             weights,
             activations=activations,
-            working=working,
+            working=working + job.cluster.device.workspace_bytes,
             transient=max(0.0, backward_ends - working, update_runs - working),
             buffers=links * model.boundary_bytes * size,
+            communicators=self._communicators(shape),
         )
+
+    def _communicators(self, shape: Shape) -> float:
+        """Of a stage in the middle: one for each direction of its links, and one with the other data ranks."""
+        device = self.job.cluster.device
+        links = 2 * min(2, shape.stages - 1)
+        return links * device.link_bytes + (device.group_bytes if shape.data_ranks > 1 else 0.0)
 
     def _held(self, layers: range, shape: Shape) -> float:
         """Bytes one microbatch keeps on a stage between its forward and its backward."""
@@ -202,7 +212,7 @@ class Fitter:
         kept = sum(
             part.checkpointed_bytes if shape.checkpointing else part.activation_bytes for part in parts
         )
-        return kept * shape.microbatch_size
+        return kept * shape.microbatch_size + len(layers) * BLOCKS_BYTES
 
     def _most_layers(self, shape: Shape, room: float) -> tuple[int, ...]:
         """The most layers each stage can hold (schedules of one chunk)."""

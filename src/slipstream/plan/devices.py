@@ -14,7 +14,8 @@ from sys import float_info
 from slipstream.errors import UserError, did_you_mean
 from slipstream.formats import parse_toml
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
+_MAY_BE_NONE = ("reserved_bytes", "workspace_bytes", "link_bytes", "group_bytes")
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,10 @@ class Device:
     inter_latency: float = 20e-6
     per_node: int = 8
     layer_overhead: float = 60e-6  # seconds per layer and call that no batch size amortises: launches
-    reserved_bytes: float = 1.0 * GIB  # context and communication buffers outside the allocator
+    reserved_bytes: float = 1.0 * GIB  # outside the allocator: the context, NCCL's kernels
+    workspace_bytes: float = 64.5 * MIB  # inside it: what the matrix products keep
+    link_bytes: float = 17 * MIB  # of a communicator of two stages, one direction (docs/notes/transports.md)
+    group_bytes: float = 1.16 * GIB  # of a communicator of data ranks
     usable: float = 0.94  # share of the rest that can be filled before fragmentation bites
     source: str = "given by the user"
     engine: Runtime = FREE  # of 2BW
@@ -75,7 +79,7 @@ def _wanted(name: str, value: object) -> str:
     if isinstance(value, Runtime):
         return ""
     number = value if isinstance(value, int | float) and abs(value) <= float_info.max else -1.0
-    if name in ("intra_latency", "inter_latency", "layer_overhead", "reserved_bytes"):
+    if name in ("intra_latency", "inter_latency", "layer_overhead", *_MAY_BE_NONE):
         return "" if number >= 0 else "0 or more"
     if name in ("efficiency", "usable"):
         return "" if 0 < number <= 1 else "above 0 and at most 1"
@@ -120,7 +124,8 @@ PRESETS: dict[str, Device] = {
         _preset("l40s", 362, 44.5, 0.864, 25, 12.5, "L40S data sheet; PCIe 4, 100 Gb/s a device"),
         _preset("rtx4090", 165, 23.5, 1.0, 20, 3.1, "RTX 4090 data sheet; PCIe 4, 25 Gb/s a device"),
         _preset("cpu", 0.06, 8.0, 0.02, 3, 1, "one slow core, 34 GFLOP/s fp32 measured", layer_overhead=4e-4,
-                intra_latency=1e-4, inter_latency=3e-4, efficiency=0.55, reserved_bytes=0.2 * GIB),
+                intra_latency=1e-4, inter_latency=3e-4, efficiency=0.55, reserved_bytes=0.2 * GIB,
+                workspace_bytes=0, link_bytes=0, group_bytes=0),
     )
 }  # fmt: skip
 

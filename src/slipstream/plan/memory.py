@@ -78,6 +78,7 @@ class StageMemory:
     activations: float = 0.0
     working: float = 0.0  # one microbatch's recomputed layer, or the logits and their gradient
     buffers: float = 0.0  # receives posted ahead
+    communicators: float = 0.0  # what they take of the device, outside the allocator
 
     @property
     def total(self) -> float:

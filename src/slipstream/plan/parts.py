@@ -48,7 +48,8 @@ class Part:
     timing: Timing
     activation_bytes: float
     checkpointed_bytes: float
-    working_bytes: float  # alive only while this part runs its backward
+    working_bytes: float  # alive only while this part runs its backward; of a layer, what it computes again
+    backward_bytes: float  # the same of a layer: gradients of what it computed
     scratch_bytes: float  # the same, but never more than LOSS_SCRATCH_MOST in all
     update_flops: float  # Newton-Schulz of its matrices
 
@@ -90,6 +91,7 @@ def build_model(
             activation_bytes=kept * sequence,
             checkpointed_bytes=cost.activation_bytes(precision.activation, checkpointing=True) * sequence,
             working_bytes=extra.pop("working", 0.0) * sequence,
+            backward_bytes=extra.pop("backward", 0.0) * sequence,
             scratch_bytes=extra.pop("scratch", 0.0) * sequence,
             update_flops=extra.pop("update", 0.0),
         )
@@ -101,12 +103,14 @@ def build_model(
     overhead = device.layer_overhead
     wide_values = config.dim * (WIDE_NORMS + (1 if config.experts else 0))  # the router reads fp32 too
     recomputed = layer.activation_bytes(precision.activation) + wide_values * wide
+    gradients = (2 * config.ffn * max(1, config.experts_per_token) + config.dim) * precision.activation
+    layer_part = part(
+        "layer", layer, hidden, overhead, wide_values=wide_values, working=recomputed, backward=gradients,
+        update=flops,
+    )  # fmt: skip
     return Model(
         embedding=part("embedding", embedding_cost(config), 0, overhead / 10),
-        layers=(
-            part("layer", layer, hidden, overhead, wide_values=wide_values, working=recomputed, update=flops),
-        )
-        * config.layers,
+        layers=(layer_part,) * config.layers,
         head=part(
             "head",
             head_cost(config),

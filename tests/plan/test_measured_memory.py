@@ -1,0 +1,44 @@
+"""The planner's memory against peaks that were measured on a GPU (docs/notes/memory.md)."""
+
+import pytest
+
+from slipstream.models.sizes import preset
+from slipstream.plan.candidates import Fitter
+from slipstream.plan.devices import Cluster, find_device
+from slipstream.plan.layout import Job
+from slipstream.plan.throughput import Shape
+
+ROWS, SEQUENCE, MICROBATCHES = 4, 1024, 8
+
+
+def fitter(data_ranks=1):
+    job = preset("smollm2-135m"), Cluster(find_device("h200"), 4 * data_ranks)
+    return Fitter(Job(*job, data_ranks * MICROBATCHES * ROWS * SEQUENCE, SEQUENCE, optimizer="muon"))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "in_flight", "measured"),
+    [
+        ("1f1b", None, [4330717696, 3043008512, 2476533760, 2609245696]),
+        ("pipedream_2bw", 9, [8492431360, 6371864064, 4442515968, 2916575744]),
+    ],
+)
+def test_every_stage_is_within_five_percent_of_its_peak(schedule, in_flight, measured):
+    """One H200, torch 2.11: what torch had allocated at most on each of four stages."""
+    shape = Shape(schedule, 4, 1, MICROBATCHES, ROWS, in_flight=in_flight)
+    planner = fitter()
+    cut = planner.cut(shape)
+    assert cut is not None
+    planned = [rank.total - rank.communicators for rank in planner.memory(shape, cut)]
+    assert planned == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(("stages", "data_ranks", "links"), [(1, 1, 0), (2, 1, 2), (4, 1, 4), (4, 2, 4)])
+def test_communicators_are_counted_for_links_and_for_data_ranks(stages, data_ranks, links):
+    shape = Shape("pipedream_2bw", stages, data_ranks, MICROBATCHES, ROWS)
+    planner = fitter(data_ranks)
+    cut = planner.cut(shape)
+    assert cut is not None
+    device = planner.job.cluster.device
+    expected = links * device.link_bytes + (device.group_bytes if data_ranks > 1 else 0)
+    assert {rank.communicators for rank in planner.memory(shape, cut)} == {expected}
