@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 
 from slipstream.distributed import World
-from slipstream.train import batches, build, health, session
+from slipstream.distributed.groups import Groups
+from slipstream.train import assemble, batches, build, health, session
 
 MARK = -1  # in the targets' last column: this group goes wrong
 
@@ -71,6 +73,26 @@ def poisoned_rank(world: World, tree: dict[str, Any], groups: dict[int, str]) ->
     finally:
         for module, name, value in kept:
             setattr(module, name, value)
+
+
+def tidy_rank(world: World, tree: dict[str, Any], groups: dict[int, str]) -> list[int]:
+    """How many schedules' process groups were open whenever an engine was about to be made, and at the end."""
+    found, made = [], assemble.engine_of
+
+    def engine(*arguments):
+        found.append(len(Groups.open))
+        return made(*arguments)
+
+    assemble.engine_of = engine
+    gc.disable()  # else a collection might happen to come in time
+    before = len(Groups.open)
+    try:
+        poisoned_rank(world, tree, groups)
+        found.append(len(Groups.open))
+    finally:
+        gc.enable()
+        assemble.engine_of = made
+    return [count - before for count in found]
 
 
 def diverged_rank(world: World, tree: dict[str, Any], rank: int, what: str, name: str) -> dict[str, Any]:

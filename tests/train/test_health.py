@@ -185,6 +185,16 @@ def test_a_rollback_over_ranks(runs, kind):
     assert checkpoint.manifest(newest).meta["data_offset"] == skipped
 
 
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
+def test_an_engine_is_closed_before_another_is_made_and_at_the_end(runs, schedule):
+    settings = ["train.steps=12", "checkpoint.every=4", "pipeline.stages=2", f"pipeline.schedule={schedule}"]
+    config = runs.config("run", *settings, *ROLLBACK)
+    ranks = runs.pool.run(
+        "train.jobs:tidy_rank", config.model_dump(), {5: "nan", 6: "nan"}, ranks=2, timeout=250
+    )
+    assert ranks == [[0, 0, 0]] * 2
+
+
 def test_a_run_that_fails_on_any_data_gives_up(runs):
     groups = dict.fromkeys(range(5, 400), "nan")
     config = runs.config("run", "train.steps=40", "pipeline.stages=2", *ROLLBACK)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from typing import Self
 
 import torch
+from torch.optim import Optimizer
 
 from slipstream.errors import StageError, UserError
+from slipstream.optim.muon import Muon
 from slipstream.pipeline import state as states
 from slipstream.pipeline.update import Updater
 
@@ -17,6 +20,7 @@ class Engine(ABC):
     """Whoever has an `Updater`. The properties and methods here mean the same of every engine."""
 
     _updater: Updater
+    optimizer: Optimizer
     group: int  # groups handed in
 
     @abstractmethod
@@ -77,6 +81,25 @@ class Engine(ABC):
             self._updater.peers.broadcast_initial(weights)
             for versions in self._updater.versions:
                 versions.spread()
+
+    def close(self) -> None:
+        """Give back what is shared with other ranks, on all of them together."""
+        self._give_back(failed=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._give_back(failed=error is not None)
+
+    def _give_back(self, failed: bool) -> None:
+        """Process groups and sockets; `failed`: without waiting for the others."""
+        peers = self._updater.peers
+        peers.close()
+        if isinstance(self.optimizer, Muon):
+            self.optimizer.close(failed)
+        if peers.groups is not None:
+            peers.groups.close(failed)
 
     def _whole_master(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()

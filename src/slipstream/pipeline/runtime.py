@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from slipstream.errors import UserError
 from slipstream.optim.corrections import Correction, build_correction, check_mixed
-from slipstream.optim.muon import Muon
 from slipstream.pipeline import state as states
 from slipstream.pipeline.checks import (
     check_covers,
@@ -338,14 +337,7 @@ class Schedule2BW(Engine):
             make_whole(self._versions)
         self._guarded.closed = True
         self._links.close()
-        self._peers.close()
-        if isinstance(self.optimizer, Muon):
-            self.optimizer.close(failed)
-        if self._peers.groups is not None:
-            self._peers.groups.close(failed)
-
-    def __enter__(self) -> Schedule2BW:
-        return self
+        self._give_back(failed)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:

@@ -58,14 +58,14 @@ def assemble(
     board: Board,
     command: str = "",
 ) -> Iterator[RunParts]:
-    """Build everything this rank needs; files are closed at the end."""
+    """Build everything this rank needs; it is closed at the end."""
     model = build.shape(config, data)
     device = build.device(config, 0 if world is None else world.local_rank)
     train_data, valid_data = datasets(config, data)
     with ExitStack() as stack:
         stack.enter_context(float32_products(config.train.dtype))
         stack.enter_context(attention_kernel(config.train.attention))
-        engine = engine_of(config, model, world, device)
+        engine = stack.enter_context(engine_of(config, model, world, device))
         if plan.source is not None:
             load_into(engine, Path(plan.source), config)
         recorder, show = None, None

@@ -108,6 +108,7 @@ def _attempt(
     with assemble(config, world, position, data, plan, board, command) as parts:
         try:
             outcome = train(parts, plan.step, plan.data_offset, asked, validate_first=plan.validate)
+            parts.engine.close()  # with the other ranks, which do not wait for the report
             closing.close(parts, outcome)
         except Exception as error:
             closing.record_failure(parts, error)
