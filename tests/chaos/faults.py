@@ -199,7 +199,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("data: a bit flipped", "stops", _killed_late, "", of_data(_flip), CHANGED, weight=2),
     Kind("data: cut short", "stops", _killed_late, "", of_data(_cut), CHANGED, weight=1),
     Kind("data: missing", "stops", _killed_late, "", of_data(_lose), CHANGED, weight=1),
-    Kind("data: cut short under the run", "either", _anyone("cut-data"), r"SIGBUS|damaged", refused=CHANGED, weight=2),
+    Kind("data: cut short under the run", "either", _anyone("cut-data"), r"SIGBUS|Bus error|damaged", refused=CHANGED, weight=2),
     Kind("memory refused", "stops", _anyone("memory"), r"emory|alloc", weight=3, traceback=True),
     Kind("a forward raises on one rank", "stops", _anyone("raise"), r"a forward of this case raises", traceback=True,
          weight=3),

@@ -1,6 +1,7 @@
 """Jobs that the launcher tests run in worker processes."""
 
 import ctypes
+import mmap
 import os
 import resource
 import signal
@@ -34,6 +35,17 @@ def crash(world):
     if world.rank == 1:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         ctypes.string_at(0)
+    dist.barrier()
+
+
+def read_past_the_end(world, path):
+    """Of a file that was cut short after it was mapped."""
+    if world.rank == 1:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with open(path, "r+b") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            file.truncate(0)
+            mapped[5000]
     dist.barrier()
 
 

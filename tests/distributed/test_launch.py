@@ -53,6 +53,16 @@ def test_a_crash_says_where_it_was(capfd, quick):
     assert "in crash" in told
 
 
+def test_a_file_that_was_cut_short_under_a_rank_is_hinted_at(tmp_path, quick):
+    path = tmp_path / "shard"
+    path.write_bytes(bytes(10000))
+    with (
+        RankPool(2) as pool,
+        pytest.raises(StageError, match=r"killed by SIGBUS \(a mapped file, such as a data shard"),
+    ):
+        pool.run("distributed.jobs:read_past_the_end", path)
+
+
 def test_ranks_print_where_they_are_when_they_are_asked(capfd):
     """`kill -USR2` of the launcher; a rank that prints goes on. Ranks of its own: they print where it does."""
     over = threading.Event()

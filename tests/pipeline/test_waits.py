@@ -3,8 +3,8 @@
 Hosts run the real order of the schedule. A message is two kernels, one on each device, and they run when both have been
 queued and everything queued before each of them, in its queue, is done. The adversary: after every action a host waits
 until its device has done all there is (it allocates, say, or loads a kernel), and its attendant with it, which looks
-after nobody meanwhile and is deaf to what the neighbours told just before; and the hardware may put streams into one
-queue.
+after nobody meanwhile and is deaf to what the neighbours told just before (`beside`: on which ranks it goes on all the
+same); and the hardware may put streams into one queue.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Model:
 
     def __init__(
         self, stages, microbatches, queues, in_flight=None, cutover=None, patience=True, *, equals=False,
-        held_to_the_end=True, groups=3,
+        held_to_the_end=True, groups=3, beside=lambda rank: False,
     ):  # fmt: skip
+        self.beside = beside
         self.stages, self.queues, self.patience, self.equals = stages, QUEUES[queues], patience, equals
         self.ranks = self.data_ranks * stages  # data-major
         self.microbatches = microbatches
@@ -209,7 +210,7 @@ class Model:
             moved = self.device() | any(box and box[-1][0] == self.round - 1 for box in self.notices.values())
             for rank in range(self.ranks):
                 arrived, attentive = waits.get(rank, (lambda: True, True))  # a drain is attentive
-                if attentive or arrived():
+                if attentive or self.beside(rank) or arrived():
                     moved |= self.attend(rank)
                 if rank in waits and arrived():
                     moved = True
@@ -343,6 +344,24 @@ def test_whatever_the_cutover(stages, queues, patience):
             for in_flight in (None, microbatches + 1):
                 model = Model(stages, microbatches, queues, in_flight, cutover, patience)
                 assert model.ends(), (microbatches, cutover, in_flight)
+
+
+@pytest.mark.parametrize(
+    "beside", [lambda rank: True, lambda rank: rank % 2 == 1, lambda rank: rank % 2 == 0]
+)
+@pytest.mark.parametrize("queues", QUEUES)
+def test_wherever_an_attendant_goes_on_while_its_host_waits(queues, beside):
+    for stages in (2, 3, 4):
+        for microbatches in (stages, stages + 1, 2 * stages):
+            for cutover in (1, stages, microbatches):
+                for in_flight in (None, microbatches + 1):
+                    model = Model(stages, microbatches, queues, in_flight, cutover, beside=beside)
+                    assert model.ends(), (stages, microbatches, cutover, in_flight)
+                    sharded = Sharded(
+                        stages, microbatches, queues, in_flight, cutover, beside=beside,
+                        held_to_the_end=queues != "one queue for everything",
+                    )  # fmt: skip
+                    assert sharded.ends(), (stages, microbatches, cutover, in_flight)
 
 
 def test_the_model_sees_a_circle_where_there_is_one():

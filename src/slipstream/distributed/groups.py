@@ -13,12 +13,12 @@ import atexit
 import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from typing import Any, ClassVar, Literal, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakMethod, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -142,6 +142,7 @@ class Groups:
         self.kind = kind  # of what carries the device's tensors
         self._timeout = timedelta(seconds=timeout_seconds)
         self._made: list[Group] = []
+        self._users: list[WeakMethod] = []
         self._number = next(Groups._numbers)
         Groups.open[self._number] = self
         atexit.unregister(close_all)
@@ -175,8 +176,15 @@ class Groups:
         backend = DeviceGroup(store, rank, len(ranks), self._timeout, maker=maker, carried="cuda")
         return self._add(backend, ranks, self.kind)
 
+    def close_first(self, user: Callable[[], None]) -> None:
+        """A method that ends whoever uses them beside the caller, such as a thread."""
+        self._users.append(WeakMethod(user))
+
     def close(self, failed: bool = False) -> None:
         Groups.open.pop(self._number, None)
+        for user in self._users:
+            if (close := user()) is not None:
+                close()
         while self._made:
             self._made.pop().close(failed)
 

@@ -30,6 +30,7 @@ Function = str | Callable[..., Any]  # "module:qualname", or an importable funct
 # How a run is asked to stop; SIGUSR1 is what a batch system sends ahead of its limit.
 STOPS = frozenset({signal.SIGTERM, signal.SIGUSR1})
 AT_ONCE_SECONDS = 1.0  # a key pressed twice, or a terminal that signals a whole group: one request
+_HINTS = {"SIGBUS": " (a mapped file, such as a data shard, was cut short, or shared memory is full)"}
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,10 @@ class _Worker:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return "closed its connection"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        if code >= 0:
+            return f"exited with code {code}"
+        name = signal.Signals(-code).name
+        return f"was killed by {name}{_HINTS.get(name, '')}"
 
     def kill(self) -> None:
         self._process.kill()

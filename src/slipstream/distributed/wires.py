@@ -131,8 +131,8 @@ def wait_readable(wires: Iterable[Readable], seconds: float) -> None:
     """Until one of the wires has something to read or is gone, or the time is over."""
     poll = select.poll()
     for wire in wires:
-        if wire.fileno() >= 0:
-            poll.register(wire.fileno(), select.POLLIN)
+        if (number := wire.fileno()) >= 0:
+            poll.register(number, select.POLLIN)
     poll.poll(max(0.0, seconds * 1e3))
 
 

@@ -92,7 +92,7 @@ class Flight:
                 f"Stage {self._stage.index} returned {_shapes(spec)} for group {group}, microbatch {index}, but "
                 f"{_shapes(self._spec)} before. Every microbatch must have the same shapes: pad or drop the odd one."
             )
-        self._links.send_activations(outputs, spec)
+        self._links.send_activations(group, index, outputs, spec)
 
     def backward(self) -> None:
         """Of the oldest in flight. After the last one of a group, its update begins."""
@@ -117,7 +117,7 @@ class Flight:
             if last:
                 give_back(replica.shards)
         if not self._stage.first:
-            self._links.send_gradients(group, inputs, keep=microbatches)
+            self._links.send_gradients(group, index, inputs, keep=microbatches)
         self._versions.park(group, index, self._updater.completed, keep=self._updater.copying)
         if index + 1 == microbatches:
             self._depth.measure(self._updater.status, self._trace.pair_seconds)

@@ -71,7 +71,7 @@ class Sender(ABC):
         self._device, self._attendant = device, attendant
         self._side = torch.cuda.Stream(device)
         self._held: deque[Message] = deque()
-        attendant.duties.append(self)
+        attendant.duties.append(self.attend)
 
     def send(self, tensors: Sequence[Tensor]) -> list[Wait]:
         message = Message(tensors, self._device)
@@ -80,14 +80,8 @@ class Sender(ABC):
         return [message]
 
     def attend(self) -> bool:
-        begun = False
         while self._held and self._held[0].computed.query():
             self._begin(self._held.popleft())
-            begun = True
-        return begun
-
-    @property
-    def awaits_device(self) -> bool:
         return bool(self._held)
 
     @abstractmethod
@@ -185,14 +179,12 @@ class ActivationsIn(_Receiver):
 class GradientsIn(_Receiver):
     """On the stage before: queued when they come, and `post` has told their shapes."""
 
-    awaits_device = False
-
     def __init__(self, behind: Neighbour, group: Group, device: torch.device, attendant: Attendant) -> None:
         super().__init__(behind, group, 1, device, attendant)
         self._posted: deque[Spec] = deque()
         self._coming = 0
         behind.heed[_COMING] = self._come
-        attendant.duties.append(self)
+        attendant.duties.append(self.attend)
 
     def post(self, spec: Spec) -> None:
         self._posted.append(spec)
@@ -202,10 +194,8 @@ class GradientsIn(_Receiver):
         self._coming += 1
 
     def attend(self) -> bool:
-        begun = False
         while self._posted and self._coming:
             self._coming -= 1
             self._queue(self._posted.popleft())
             self._neighbour.tell(_READY)
-            begun = True
-        return begun
+        return False

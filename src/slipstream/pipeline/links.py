@@ -25,14 +25,12 @@ from slipstream.errors import UserError
 from slipstream.pipeline import in_stream
 from slipstream.pipeline.attendant import Attendant
 from slipstream.pipeline.channel import GroupIn, GroupOut, Incoming, Outbox, Outgoing, RingIn, RingOut
-from slipstream.pipeline.host_sum import PeerLost
 from slipstream.pipeline.messages import Spec, blank, differentiable, spec_of
 from slipstream.pipeline.neighbours import Neighbour, Waiting
-from slipstream.pipeline.peers import InStream
+from slipstream.pipeline.peers import InStream, OnDevice
 from slipstream.pipeline.torch_stage import StageInfo
 
 PINGS = 5
-_LOOK_SECONDS = 0.0001
 CLOSING_SECONDS = 2.0  # a dying process closes its connections one after the other
 
 
@@ -64,9 +62,9 @@ class Links:
         self._expected = 0  # receives of activations that are posted and not taken
         self._awaited: deque[Spec] = deque()  # gradients of what was sent whose receive is not posted yet
         self._posted = 0  # receives of gradients that are posted and not taken
-        self._activation_sends: deque[list[Wait]] = deque()
-        self._gradient_sends: deque[list[Wait]] = deque()
-        self._evaluation_sends: deque[list[Wait]] = deque()
+        # Under way, and what each is called in an error.
+        self._activation_sends: deque[tuple[list[Wait], str]] = deque()
+        self._gradient_sends: deque[tuple[list[Wait], str]] = deque()
         self._before: Neighbour | None = None
         self._behind: Neighbour | None = None
         self._waiting = Waiting(())
@@ -82,8 +80,13 @@ class Links:
         neighbours = [n for n in (self._before, self._behind) if n is not None]
         self._waiting = Waiting(neighbours)
         if groups.kind == "nccl":
-            self._waiting = self._attendant = Attendant(neighbours)
-        self._open(groups)
+            self._waiting = self._attendant = Attendant(neighbours, _with_index(stage.device))
+            groups.close_first(self._attendant.close)
+        try:
+            self._open(groups)
+        except BaseException:
+            self.close()
+            raise
         if self._attendant is not None:
             self._attendant.start()
 
@@ -157,7 +160,9 @@ class Links:
             handles = self._activations_out.send(message)
             self._gradients_in.receive("an answer to the timing of the link")
             if self._stage.device.type == "cuda":
-                torch.cuda.current_stream(self._stage.device).synchronize()
+                answered = torch.cuda.Event()
+                answered.record(torch.cuda.current_stream(self._stage.device))
+                self.wait_for(OnDevice(answered))
             best = min(best, time.perf_counter() - start)
             self._activations_out.finish(handles, "the timing of the link")
         return best / 2
@@ -192,8 +197,9 @@ class Links:
             tensor.requires_grad_(spec.requires_grad)
         return received
 
-    def send_activations(self, outputs: list[Tensor], spec: Spec) -> None:
-        self._activation_sends.append(self._activations_out.send(outputs))
+    def send_activations(self, group: int, index: int, outputs: list[Tensor], spec: Spec) -> None:
+        what = f"the activations of group {group}, microbatch {index}"
+        self._activation_sends.append((self._activations_out.send(outputs), what))
         self._awaited.append(differentiable(spec))
         while len(self._awaited) > self._warm_up_behind():
             self._post_gradient()
@@ -207,26 +213,25 @@ class Links:
             self._post_gradient()
         received = self._gradients_in.receive(f"the gradient of group {group}, microbatch {index}")
         self._posted -= 1
-        self._activations_out.finish(self._activation_sends.popleft(), "activations")  # answered by this
+        self._activations_out.finish(*self._activation_sends.popleft())  # answered by this
         return received
 
-    def send_gradients(self, group: int, inputs: list[Tensor], keep: int) -> None:
+    def send_gradients(self, group: int, index: int, inputs: list[Tensor], keep: int) -> None:
         grads = []
         for tensor in inputs:
             if tensor.requires_grad:
                 grads.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
-        self._gradient_sends.append(self._gradients_out.send(grads))
+        what = f"the gradient of group {group}, microbatch {index}"
+        self._gradient_sends.append((self._gradients_out.send(grads), what))
         while len(self._gradient_sends) > keep:
-            self._gradients_out.finish(self._gradient_sends.popleft(), f"the gradient of group {group}")
+            self._gradients_out.finish(*self._gradient_sends.popleft())
 
     def finish_sends(self) -> None:
         """Block until everything sent has been received."""
         while self._activation_sends:
-            self._activations_out.finish(self._activation_sends.popleft(), "activations")
+            self._activations_out.finish(*self._activation_sends.popleft())
         while self._gradient_sends:
-            self._gradients_out.finish(self._gradient_sends.popleft(), "gradients")
-        while self._evaluation_sends:
-            self._activations_out.finish(self._evaluation_sends.popleft(), "activations of an evaluation")
+            self._gradients_out.finish(*self._gradient_sends.popleft())
 
     # Evaluation: forwards only, over the same channels ----------------------------------------------------
 
@@ -242,19 +247,15 @@ class Links:
         if index == 0:
             assert self._behind is not None
             self._behind.tell_shapes(spec_of(outputs))
-        self._evaluation_sends.append(self._activations_out.send(outputs))
+        what = f"the activations of evaluation microbatch {index}"
+        self._activation_sends.append((self._activations_out.send(outputs), what))
 
     # Waiting and ending -----------------------------------------------------------------------------------
 
     def wait_for(self, wait: Wait) -> None:
         """Wait for something of an update. Where the device may have been lost with a neighbour, not for ever."""
         if self._attendant is not None and not isinstance(wait, InStream):
-            deadline = time.monotonic() + self._timeout_seconds
-            while not wait.is_completed():
-                self._attendant.check()
-                if time.monotonic() > deadline:
-                    raise PeerLost(f"no answer within the timeout of {self._timeout_seconds:g} s")
-                time.sleep(_LOOK_SECONDS)
+            self._attendant.poll(wait, self._timeout_seconds)
         wait.wait()
 
     def lost_neighbour(self) -> str | None:
@@ -276,6 +277,15 @@ class Links:
             if neighbour is not None:
                 neighbour.wire.close()
                 neighbour.heed.clear()  # the channels, and with them memory of the device
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """A thread of its own has another current device."""
+    return (
+        device
+        if device.type != "cuda" or device.index is not None
+        else torch.device("cuda", torch.cuda.current_device())
+    )
 
 
 def _rings(

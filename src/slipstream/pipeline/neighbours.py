@@ -39,13 +39,10 @@ class Neighbour:
     def tell(self, notice: bytes, spec: Spec | None = None) -> None:
         self.wire.send(notice if spec is None else notice + encode(spec))
 
-    def listen(self) -> bool:
-        """Heed what has been told; whether anything was, or whether the wire is gone."""
-        heard = False
+    def listen(self) -> None:
+        """Heed what has been told."""
         while (message := self.wire.receive()) is not None:
             self.heed[message[:1]](message[1:])
-            heard = True
-        return heard or self.wire.gone
 
     def hear_shapes(self, waiting: Waiting) -> Spec:
         waiting.until(lambda: bool(self._shapes), self, "waited for the shapes of the output from")
@@ -61,17 +58,19 @@ class Waiting:
     def until(self, arrived: Callable[[], bool], neighbour: Neighbour, what: str) -> None:
         """Wait for `arrived`, which a message of `neighbour` brings about."""
         started = time.monotonic()
-        self._listen()
-        while not arrived():
+        self._pause(0.0)
+        while True:
+            gone = neighbour.wire.gone  # before the look: a neighbour may tell its last and close
+            if arrived():
+                return
             seconds = time.monotonic() - started
-            if neighbour.wire.gone:
+            if gone:
                 closed = ConnectionError("closed by the other end")
                 raise broken(TimeoutError() if neighbour.wire.stalled else closed, seconds, neighbour, what)
             left = neighbour.timeout_seconds - seconds
             if left <= 0:
                 raise broken(TimeoutError(), seconds, neighbour, what)
-            self._wait(left)
-            self._listen()
+            self._pause(min(left, 1.0))
 
     @property
     def wires(self) -> list[Wire]:
@@ -81,12 +80,11 @@ class Waiting:
     def close(self) -> None:
         pass
 
-    def _listen(self) -> None:
+    def _pause(self, seconds: float) -> None:
+        """Until a neighbour tells something, and heed it."""
+        wait_readable(self.wires, seconds)
         for neighbour in self._neighbours:
             neighbour.listen()
-
-    def _wait(self, seconds: float) -> None:
-        wait_readable(self.wires, min(seconds, 1.0))
 
 
 def broken(error: Exception, seconds: float, neighbour: Neighbour, what: str) -> StageError:
