@@ -11,6 +11,7 @@ from slipstream.cli import main
 
 PROMISED = {
     "microbatches": int,
+    "carrier": str,
     "bound_ms": float,
     "torch_1f1b_ms": float,
     "torch_gpipe_ms": float,

@@ -53,6 +53,7 @@ class Result:
     peak_memory_bytes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of each rank, alone
     held_bytes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # the same, with nothing in flight
     errors: dict[str, str] = field(default_factory=dict)
+    carrier: str | None = None  # what took tensors from stage to stage
 
     @property
     def together_bytes(self) -> int:
@@ -148,6 +149,7 @@ class _Taker:
                         found.pop(name, None)
                     self.warm_up()  # ranks that hung were replaced by new processes
                 else:
+                    result.carrier = ranks[0].carrier
                     result.samples.setdefault(name, []).append(summarise(name, ranks))
                     result.peak_memory_bytes.setdefault(name, tuple(rank.peak_memory_bytes for rank in ranks))
                     result.held_bytes.setdefault(name, tuple(rank.held_bytes for rank in ranks))

@@ -36,6 +36,7 @@ def record(result: Result) -> dict[str, Any]:
         "work": result.work.kind,
         "clip": result.work.max_grad_norm is not None,
         "device": result.work.device,
+        "carrier": result.carrier,
         "link_latency_ms": result.work.link_latency_seconds * 1e3,
         "bound_ms": bound,
         **{f"{name}_ms": time for name, time in rivals.items()},

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from slipstream.bench.contenders import Run, build_run
 from slipstream.bench.work import Work
 from slipstream.distributed import World
+from slipstream.distributed.groups import carrier
 from slipstream.errors import UserError
 
 
@@ -37,6 +38,7 @@ class RankSample:
     peak_memory_bytes: int = 0
     held_bytes: int = 0  # of a GPU's memory, when nothing is in flight
     losses: tuple[float, ...] = ()
+    carrier: str = ""  # of the device's tensors: gloo, nccl, or a group of ours
 
 
 def take_sample(world: World, name: str, work: Work, warmup: int, updates: int) -> RankSample:
@@ -51,6 +53,7 @@ def take_sample(world: World, name: str, work: Work, warmup: int, updates: int) 
             peak_memory_bytes=_peak_memory_bytes(device) - resting_bytes,
             held_bytes=torch.cuda.memory_allocated(device) - resting_bytes if device.type == "cuda" else 0,
             losses=losses,
+            carrier=carrier(None, device),
         )
         run.close()
         return sample
