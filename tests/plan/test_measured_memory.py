@@ -1,11 +1,14 @@
 """The planner's memory against peaks that were measured on a GPU (docs/notes/memory.md)."""
 
+from dataclasses import replace
+
 import pytest
 
 from slipstream.models.sizes import preset
 from slipstream.plan.candidates import Fitter
-from slipstream.plan.devices import Cluster, find_device
+from slipstream.plan.devices import GIB, Cluster, find_device
 from slipstream.plan.layout import Job
+from slipstream.plan.memory import NARROW
 from slipstream.plan.throughput import Shape
 
 ROWS, SEQUENCE, MICROBATCHES = 4, 1024, 8
@@ -31,6 +34,16 @@ def test_every_stage_is_within_five_percent_of_its_peak(schedule, in_flight, mea
     assert cut is not None
     planned = [rank.total - rank.communicators for rank in planner.memory(shape, cut)]
     assert planned == pytest.approx(measured, rel=0.05)
+
+
+def test_the_ten_billion_parameters_too():
+    """docs/results/moe-10b.md, sums of gradients and momentum in bf16."""
+    config = replace(preset("moe-10b"), vocab=49152)
+    job = Job(config, Cluster(find_device("h200"), 4), 8 * 1024, 1024, optimizer="muon", precision=NARROW)
+    shape = Shape("pipedream_2bw", 4, 1, MICROBATCHES, 1, checkpointing=True)
+    cut = (range(7), range(7, 14), range(14, 21), range(21, 24))
+    planned = [rank.total - rank.communicators for rank in Fitter(job).memory(shape, cut)]
+    assert planned == pytest.approx([38.84 * GIB, 35.66 * GIB, 35.60 * GIB, 18.95 * GIB], rel=0.05)
 
 
 @pytest.mark.parametrize(("stages", "data_ranks", "links"), [(1, 1, 0), (2, 1, 2), (4, 1, 4), (4, 2, 4)])

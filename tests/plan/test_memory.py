@@ -38,11 +38,11 @@ from slipstream.schedule.generate import build
         ),
         (
             {"asynchronous": True, "correction": "error_feedback", "fresh": True},
-            {"banks": 4, "master": 2, "gradients": 8, "state": 4, "transient": 12},
+            {"banks": 4, "master": 2, "gradients": 8, "state": 4, "transient": 16},
         ),
         (
             {"asynchronous": True, "correction": "error_feedback", "fresh": True, "waiting": False},
-            {"banks": 6, "master": 2, "gradients": 4, "state": 4, "transient": 12},
+            {"banks": 6, "master": 2, "gradients": 4, "state": 4, "transient": 16},
         ),
         (
             {"asynchronous": True, "correction": "error_feedback", "fresh": True, "optimizer": "lion"},
@@ -50,7 +50,7 @@ from slipstream.schedule.generate import build
         ),
         (
             {"asynchronous": True, "correction": "error_feedback", "fresh": True, "shards": 4},
-            {"banks": 4, "master": 0.5, "gradients": 5, "state": 1, "transient": 3},
+            {"banks": 4, "master": 0.5, "gradients": 5, "state": 1, "transient": 4},
         ),
         (
             {"asynchronous": True, "paper_form": True},

@@ -161,6 +161,19 @@ def test_a_model_is_read_from_its_config_json_and_from_a_run(capsys, tmp_path):
         assert resolve(from_tree(tomllib.loads(text))).model.dim == 960
 
 
+def test_narrow_sums_and_momentum_leave_room_and_are_written_down(capsys):
+    given = ["--model", "smollm2-360m", "--devices", "4", "--stages", "4", "--batch-tokens", "256k"]
+    found = {way: planned(capsys, *given, "--schedule", "2bw", *way) for way in ((), ("--narrow",))}
+    text = next(layout["toml"] for layout in found["--narrow",]["layouts"] if layout["toml"])
+    config = resolve(from_tree(tomllib.loads(text)))
+    assert config.train.gradient_dtype == config.optim.options["state_dtype"] == "bfloat16"
+    most = [max(rank["state"] for rank in plan["layouts"][0]["memory"]) for plan in found.values()]
+    assert most[1] < most[0]
+    with pytest.raises(SystemExit):
+        main(["plan", "--narrow", "--optimizer", "adamw"])
+    assert "--narrow is for Muon with banks in bf16" in " ".join(capsys.readouterr().err.split())
+
+
 def test_rows_that_cannot_be_run_say_why_and_a_penalty_from_elsewhere_is_marked(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--model", "llama3-8b", "--device", "h200", "--devices", "64"])

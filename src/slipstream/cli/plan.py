@@ -19,7 +19,7 @@ from slipstream.optimizers import default_correction
 from slipstream.plan.devices import GIB, Cluster, find_device
 from slipstream.plan.explain import parse_count, to_json, to_toml
 from slipstream.plan.layout import Job
-from slipstream.plan.memory import BF16, FP32
+from slipstream.plan.memory import BF16, FP32, NARROW, Precision
 from slipstream.plan.penalty import load_penalties
 from slipstream.plan.planner import plan as search
 from slipstream.plan.profile import Measured, Profile
@@ -55,6 +55,9 @@ def plan(
     bandwidth: Annotated[float | None, typer.Option(help="GB/s per device between nodes.")] = None,
     jitter: Annotated[float, typer.Option(help="Relative standard deviation of every duration.")] = 0.0,
     float32: Annotated[bool, typer.Option(help="Banks and activations in fp32.")] = False,
+    narrow: Annotated[
+        bool, typer.Option(help="Sums of gradients and Muon's momentum in bf16, whose loss is not measured.")
+    ] = False,
     penalty: Annotated[Path | None, typer.Option(help="Your own token penalty table (JSON).")] = None,
     profile: Annotated[bool, typer.Option(help="Time this machine's device and link first.")] = False,
     profile_file: Annotated[
@@ -93,7 +96,7 @@ def plan(
         sequence=sequence,
         optimizer=optimizer,
         correction=correction or default_correction(optimizer),
-        precision=FP32 if float32 else BF16,
+        precision=_precision(float32, narrow, optimizer),
         tokens=None if tokens is None else parse_count(tokens),
         schedule=schedule,
         stages=stages,
@@ -115,6 +118,16 @@ def plan(
         print(json.dumps(to_json(result, model), indent=2))
     else:
         show(result, Console(), model, top)
+
+
+def _precision(float32: bool, narrow: bool, optimizer: str) -> Precision:
+    if not narrow:
+        return FP32 if float32 else BF16
+    if float32 or optimizer != "muon":
+        raise UserError(
+            "--narrow is for Muon with banks in bf16. Drop it, or drop --float32 and --optimizer."
+        )
+    return NARROW
 
 
 def find_model(name: str) -> ModelConfig:

@@ -161,6 +161,7 @@ class Fitter:
         weights = weights_memory(
             sum(part.matrices for part in parts),
             sum(part.others for part in parts),
+            largest=max((part.largest for part in parts), default=0),
             asynchronous=shape.asynchronous,
             optimizer=job.optimizer,
             correction=job.correction.split("+")[0],

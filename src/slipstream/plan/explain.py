@@ -197,9 +197,11 @@ def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
             "name": job.optimizer,
             "correction": correction if shape.asynchronous else None,
             "sync_start": SYNC_START if shape.asynchronous and start else None,
+            "options.state_dtype": "bfloat16" if job.precision.momentum == 2 else None,
         },
         "train": {
             "dtype": half if job.precision.bank == 2 else "float32",
+            "gradient_dtype": "bfloat16" if job.precision.gradient == 2 else None,
             "activation_checkpointing": shape.checkpointing or None,
         },
     }

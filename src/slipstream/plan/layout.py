@@ -119,6 +119,8 @@ def why_not(job: Job, shape: Shape) -> str:
         return "zbv trains no experts"
     if shape.shard_optimizer and not shape.asynchronous:
         return "the optimizer is sharded under 2bw only"
+    if job.precision.gradient == 2 and not shape.asynchronous:
+        return "sums of gradients are in bf16 under 2bw only"
     if shape.chunks > 1 and shape.microbatches % shape.stages:
         return f"{shape.schedule} takes whole rounds of P microbatches"
     if not shape.pipeline_inside:

@@ -25,15 +25,17 @@ from slipstream.schedule.actions import Kind, Schedule
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes per value of the banks (what a forward reads), the master and the gradient accumulator."""
+    """Bytes per value of the banks (what a forward reads), the master, the gradient accumulator and Muon's momentum."""
 
     bank: int = 2
     master: int = 4
     gradient: int = 4
     activation: int = 2
+    momentum: int = 4
 
 
 BF16 = Precision()
+NARROW = Precision(gradient=2, momentum=2)  # train.gradient_dtype, optim.options.state_dtype
 FP32 = Precision(bank=4, activation=4)
 
 # Optimizer state in bytes per parameter: (hidden matrices, everything else).
@@ -52,6 +54,7 @@ STATE_BYTES: dict[str, tuple[float, float]] = {
     "sgd": (4, 4),
 }
 STEPS_APART = ("muon", "normuon", "scion", "adamw", "nadamw", "sgd")
+NEWTON_SCHULZ = ("muon", "normuon", "scion")
 BUCKET_ELEMENTS, MOST_BUCKETS = 1 << 24, 16  # as in pipeline/compact.py, which a test compares
 AT_ONCE_BYTES = 16 << 20  # of narrow gradients that are not in their sums yet
 EXTRAPOLATES = ("error_feedback", "momentum_prediction")  # z_g must outlive the step
@@ -89,6 +92,7 @@ def weights_memory(
     matrices: float,
     others: float,
     *,
+    largest: float = 0,
     asynchronous: bool,
     optimizer: str = "muon",
     correction: str = "none",
@@ -98,13 +102,16 @@ def weights_memory(
     fresh: bool = False,
     paper_form: bool = False,
 ) -> StageMemory:
-    """Everything that grows with parameters: hidden `matrices`, and `others` (embedding, head, vectors).
+    """Everything that grows with parameters: hidden `matrices`, and `others` (embedding, head, vectors). `largest`: of
+    the tensors that one step takes whole.
 
     `waiting`: an asynchronous update waits for other ranks while the next group's gradients come in. `fresh`: a group
     has a part that reads the newest weights.
     """
     parameters = matrices + others
     on_matrices, on_others = state_bytes(optimizer)
+    if optimizer == "muon":
+        on_matrices = precision.momentum
     separate = precision.bank != precision.master
     extrapolates = asynchronous and correction in EXTRAPOLATES
     compact = fresh and is_compact(optimizer, correction, precision)
@@ -121,19 +128,23 @@ def weights_memory(
         master=(precision.master - (precision.bank if compact else 0)) * parameters / shards,
         gradients=(precision.gradient + (waits if waits >= third else 0.0)) * parameters,
         state=(on_matrices * matrices + on_others * others) / shards,
-        transient=_bucket(parameters / shards) if compact else z_g,
+        transient=_bucket(parameters / shards, largest, optimizer, precision) if compact else z_g,
         correction=precision.master * parameters if asynchronous and paper_form else 0.0,
     )
 
 
 def is_compact(optimizer: str, correction: str, precision: Precision) -> bool:
     """Whether the master is kept in halves, given that a group has a fresh part."""
-    return precision == BF16 and optimizer in STEPS_APART and correction in ("none", *EXTRAPOLATES)
+    narrow = precision.bank == BF16.bank and precision.master == BF16.master
+    return narrow and optimizer in STEPS_APART and correction in ("none", *EXTRAPOLATES)
 
 
-def _bucket(parameters: float) -> float:
-    """Bytes of the part of the master that is whole at a time: before the step, after it, and one pass of scratch."""
-    return 12 * min(parameters, max(BUCKET_ELEMENTS, parameters / MOST_BUCKETS))
+def _bucket(parameters: float, largest: float, optimizer: str, precision: Precision) -> float:
+    """Bytes of the part of the master that is whole at a time: before the step, after it, and one pass of scratch; what
+    is kept narrow, wide; and what Newton-Schulz works on (docs/notes/memory.md)."""
+    widened = 4 * (precision.gradient == 2) + 4 * (precision.momentum == 2)
+    each = 12 + widened + (4 if optimizer in NEWTON_SCHULZ else 0)
+    return each * min(parameters, max(BUCKET_ELEMENTS, parameters / MOST_BUCKETS, largest))
 
 
 def bytes_per_parameter(**settings) -> Mapping[str, float]:

@@ -52,6 +52,7 @@ class Part:
     backward_bytes: float  # the same of a layer: gradients of what it computed
     scratch_bytes: float  # the same, but never more than LOSS_SCRATCH_MOST in all
     update_flops: float  # Newton-Schulz of its matrices
+    largest: int = 0  # parameters of its largest hidden matrix, or stack of experts
 
     @property
     def parameters(self) -> int:
@@ -94,6 +95,7 @@ def build_model(
             backward_bytes=extra.pop("backward", 0.0) * sequence,
             scratch_bytes=extra.pop("scratch", 0.0) * sequence,
             update_flops=extra.pop("update", 0.0),
+            largest=int(extra.pop("largest", 0)),
         )
 
     layer = layer_cost(config, sequence)
@@ -106,7 +108,7 @@ def build_model(
     gradients = (2 * config.ffn * max(1, config.experts_per_token) + config.dim) * precision.activation
     layer_part = part(
         "layer", layer, hidden, overhead, wide_values=wide_values, working=recomputed, backward=gradients,
-        update=flops,
+        update=flops, largest=max(config.dim * config.q_dim, max(1, config.experts) * config.dim * config.ffn),
     )  # fmt: skip
     return Model(
         embedding=part("embedding", embedding_cost(config), 0, overhead / 10),
