@@ -98,7 +98,16 @@ def _near(rng: random.Random, given: Any) -> Any:
         return not given
     if isinstance(given, int | float):
         return rng.choice(
-            (-given, given + 1, given - 1, given * 2, min(given, 1e300) + 0.5, str(given), [given], 0)
+            (
+                -given,
+                given + 1,
+                given - 1,
+                given * 2,
+                max(-1e300, min(given, 1e300)) + 0.5,
+                str(given),
+                [given],
+                0,
+            )
         )
     if isinstance(given, str):
         return rng.choice((given[:-1], given + "x", given.upper(), given[::-1], given + "\x00", [given]))
