@@ -115,6 +115,7 @@ def test_files(tmp_path: Path, capsys) -> None:
         (["2bw", "--microbatches", "3"], ["3 < 4"]),
         (["1f1b", "--stages", "0"], ["stages", "0"]),
         (["1f1b", "--groups", "0"], ["groups", "0"]),
+        (["1f1b", "--groups", "1000000000"], ["more than a picture shows", "Lower --groups"]),
         (["1f1b", "--forward", "-1"], ["forward", "negative"]),
         (["1f1b", "--forward", "x"], ["--forward", "'x'"]),
         (["1f1b", "--forward", "1,2"], ["2 values of forward", "4 stages"]),

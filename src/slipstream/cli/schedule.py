@@ -19,6 +19,8 @@ from slipstream.schedule.steady import Steady, steady
 
 _NAMES = ", ".join([*GENERATORS, *(f"{alias} (= {name})" for alias, name in ALIASES.items())])
 
+MOST_FORWARDS = 50_000  # ten seconds of drawing
+
 
 def schedule(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {_NAMES}.", show_default=False)],
@@ -66,6 +68,11 @@ def schedule(
     )
     given = {"in_flight": in_flight, "cutover": cutover, "chunks": chunks, "every": every}
     options = _options_per_name(names, given)
+    if stages * microbatches * groups > MOST_FORWARDS:
+        raise UserError(
+            f"{stages} stages x {microbatches} microbatches x {groups} updates are more than a picture shows "
+            f"({MOST_FORWARDS:,} forwards). Lower --groups, --microbatches or --stages."
+        )
     schedules = {full: build(full, stages, microbatches, groups, **options[full]) for full in names}
     figures = [steady(full, stages, microbatches, costs, **options[full]) for full in names]
     if csv_file is not None:
