@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shlex
@@ -42,6 +43,16 @@ def test_a_users_mistake_prints_no_traceback_and_exits_with_2(capsys):
 def test_a_value_may_be_longer_than_a_file_name(capsys):
     assert exit_code(["train", f"train.sample_prompt={'x' * 5000}", "--dry-run"]) == 0
     assert "x" * 5000 in capsys.readouterr().out
+
+
+def test_what_no_terminal_can_show_is_shown_escaped(tmp_path, monkeypatch):
+    """Half a surrogate pair, which JSON may hold."""
+    data = make_data(tmp_path / "data")
+    (data / "meta.json").write_text(json.dumps({"documents": "\ud800"}))
+    said = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(said, encoding="utf-8", write_through=True))
+    assert exit_code(["data", "show", str(data)]) == 0
+    assert "\\ud800" in said.getvalue().decode()
 
 
 def test_a_missing_file_and_an_unknown_command(capsys):

@@ -20,12 +20,19 @@ SEED_ONE, SEED_TWO = 10_000_000, 20_000_000
 FOUND = {
     "config files": [SEED_ONE + 186, SEED_ONE + 269],
     "overrides": [3 * SEED_ONE + 2198],
-    "command lines": [SEED_ONE + 93],
+    "command lines": [SEED_ONE + 93, 7 * SEED_ONE + 1156],
     "study files": [3 * SEED_ONE + 251],
     "study results": [3, 14, 27, SEED_ONE + 3],
     "device, penalty and profile files": [5, 60, 105],
     "event logs": [SEED_TWO + 224, 3 * SEED_ONE + 88],
-    "shards": [SEED_ONE + 41, SEED_ONE + 106, SEED_ONE + 112, SEED_ONE + 136, SEED_ONE + 337],
+    "shards": [
+        SEED_ONE + 41,
+        SEED_ONE + 106,
+        SEED_ONE + 112,
+        SEED_ONE + 136,
+        SEED_ONE + 337,
+        7 * SEED_ONE + 644,
+    ],
     "texts": [SEED_TWO + 224],
     "checkpoints": [SEED_ONE + 72, SEED_ONE + 117, 3 * SEED_ONE + 540, 3 * SEED_ONE + 1310],
 }

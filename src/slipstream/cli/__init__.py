@@ -6,6 +6,7 @@ A command module is imported only when its command is used, so `slipstream --hel
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -51,6 +52,12 @@ def main(argv: list[str] | None = None) -> None:
     if argv is None:  # a process of its own: a cluster's "time is up" ends it as Ctrl-C does
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.default_int_handler)
+    for stream in (
+        sys.stdout,
+        sys.stderr,
+    ):  # what a file or a folder is called may be no text of this terminal
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         _dispatch(sys.argv[1:] if argv is None else argv)
     except StoppedError:  # what there is to say was said when it was asked for
