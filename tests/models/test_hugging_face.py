@@ -29,22 +29,53 @@ def spans(count, cuts):
 @pytest.mark.parametrize("cuts", [(), (1,), (2,), (1, 2, 3)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_those_of_transformers(name, cuts):
-    model = made(name)
+    check_gradients(made(name), name, cuts)
+
+
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+ROUTED = {
+    "mixtral": {},
+    "qwen3_moe": {},
+    "qwen3_moe, some layers dense": {
+        "mlp_only_layers": [0, 2]
+    },  # a first stage and one between have no router
+}
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (2,), (1, 2, 3)], ids=str)
+@pytest.mark.parametrize("case", ROUTED)
+def test_the_balance_loss_of_experts_is_that_of_transformers(case, cuts):
+    name = case.split(",")[0]
+    check_gradients(made(name, **ROUTED[case], **BALANCED), name, cuts)
+
+
+def test_a_validation_is_without_the_balance_loss():
+    parts = Parts(made("mixtral", **BALANCED), "mixtral")
+    tokens = torch.arange(SEQUENCE).unsqueeze(0)
+    x = tokens
+    for span in spans(4, (1, 3)):
+        x = HuggingFaceStage(parts, span).eval()(x)
+    assert torch.equal(x, parts.model(input_ids=tokens).logits)
+
+
+def check_gradients(model, name, cuts):
     tokens = torch.randint(0, 64, (2, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
-    # transformers shifts the labels itself: of T + 1 tokens it counts T
-    expected = model(input_ids=tokens, labels=tokens).loss
-    expected.backward()
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
+    expected = model(input_ids=inputs, labels=inputs, shift_labels=targets)
+    expected.loss.backward()
     gradients = {key: p.grad.clone() for key, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     parts = Parts(model, name)
     parts.check_cut()
     stages = [HuggingFaceStage(parts, span) for span in spans(4, cuts)]
-    x = tokens[:, :-1]
+    x = inputs
     for stage in stages:
-        x = stage(x)
-    loss = TokenLoss()(x, tokens[:, 1:])
+        x = stage(*x) if isinstance(x, tuple) else stage(x)
+    loss = TokenLoss()(x, targets)
     loss.backward()
-    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    if (balance := getattr(expected, "aux_loss", None)) is not None:  # its gradient is added, not its value
+        loss = loss + model.config.router_aux_loss_coef * balance
+    assert loss.item() == pytest.approx(expected.loss.item(), abs=1e-6)
     found = {key.removeprefix(PREFIX): p.grad for stage in stages for key, p in stage.named_parameters()}
     tied = (
         {"lm_head.weight"} if model.config.tie_word_embeddings and cuts else set()
@@ -78,9 +109,9 @@ def test_the_last_token_does_not_change_the_logits_before_it():
 
 REFUSED = {
     "balance loss": (
-        {"output_router_logits": True, "router_aux_loss_coef": 0.1},
+        {"model_type": "jetmoe", **BALANCED},  # over other numbers than its routers'
         "mixtral",
-        r"MixtralForCausalLM\) adds its experts' balance loss .* Set output_router_logits to false",
+        r"JetMoeForCausalLM\) adds a balance loss of experts that we do not know .* Set output_router_logits to false",
     ),
     "dropout": ({"attention_dropout": 0.1}, "llama", r"draws random numbers .*to 0 .*: attention_dropout"),
     "noise": ({"router_jitter_noise": 0.1}, "mixtral", r"draws random numbers .*: router_jitter_noise"),

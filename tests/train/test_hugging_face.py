@@ -21,6 +21,7 @@ KEYS = [key for key in TINY if not key.startswith("model.") or key.startswith("m
 FEW = ["train.steps=4", "optim.schedule=constant", "optim.warmup=1"]
 WHOLE = ["pipeline.schedule=emulate", "pipeline.cutover=4"]  # c = m
 CUT = ["pipeline.stages=2", "pipeline.cutover=4"]
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
 @pytest.fixture
@@ -56,7 +57,32 @@ def test_the_weights_do_not_depend_on_the_stages(theirs, name):
     assert losses[0][-1] < losses[0][0]
 
 
-def test_the_first_update_is_what_torch_does_with_transformers_own_loss(theirs):
+def test_a_balance_loss_does_not_depend_on_the_stages(theirs):
+    model = theirs.model("mixtral", **BALANCED)
+    theirs.train("one", model, *WHOLE)
+    theirs.train("two", model, *CUT)
+    theirs.train("recomputed", model, *CUT, "train.activation_checkpointing=true")
+    assert_equal_weights(theirs.weights("one"), theirs.weights("two"))
+    assert_equal_weights(theirs.weights("one"), theirs.weights("recomputed"))
+    with pytest.raises(UserError, match=r"data_ranks: the run has 1, asked for 2; the balance loss"):
+        theirs.train("two", model, *CUT, "train.steps=6", "pipeline.data_ranks=2")
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("train.fuse=true", r"is no mean over rows, as train\.fuse needs it"),
+        ("train.compile=true", r"train\.compile = True\)\. Set train\.compile=layers"),
+        ("train.compile=stage", r"train\.compile = stage\)\. Set train\.compile=layers"),
+    ],
+)
+def test_what_a_balance_loss_does_not_go_with_is_refused(theirs, key, words):
+    with pytest.raises(UserError, match=words):
+        theirs.train("run", theirs.model("mixtral", **BALANCED), *WHOLE, key)
+
+
+@pytest.mark.parametrize("more", [{}, BALANCED], ids=["cross entropy", "with a balance loss"])
+def test_the_first_update_is_what_torch_does_with_transformers_own_loss(theirs, more):
     """One update of one microbatch, AdamW: the model's own forward with labels, its backward, torch's optimizer."""
     # With a large eps the step is all but linear in the gradient; with a small one its sign would count alone.
     adamw = [
@@ -67,18 +93,18 @@ def test_the_first_update_is_what_torch_does_with_transformers_own_loss(theirs):
         "optim.options={eps=1.0}",
     ]
     lone = ["pipeline.microbatches=1", "pipeline.schedule=emulate", "train.steps=1", "optim.warmup=0"]
-    model = theirs.model("qwen3_moe")
+    model = theirs.model("qwen3_moe", **more)
     config = theirs.config("run", model, *lone, *adamw)
     theirs.train("run", model, *lone, *adamw)
     torch.manual_seed(config.train.seed)
     expected = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**described("qwen3_moe")), dtype=torch.float32
+        transformers.AutoConfig.for_model(**described("qwen3_moe", **more)), dtype=torch.float32
     )
     inputs, targets = datasets(config, data_folder(config))[0].batch(0)
-    tokens = torch.cat([inputs, targets[:, -1:]], dim=1)
-    loss = expected(input_ids=tokens, labels=tokens).loss
-    loss.backward()
-    assert theirs.events("run", "step")[0]["loss"] == pytest.approx(loss.item(), abs=1e-6)
+    found = expected(input_ids=inputs, labels=inputs, shift_labels=targets.contiguous())
+    found.loss.backward()
+    balance = more["router_aux_loss_coef"] * found.aux_loss.item() if more else 0.0
+    assert theirs.events("run", "step")[0]["loss"] == pytest.approx(found.loss.item() - balance, abs=1e-6)
     used = theirs.weights("run")
     betas = config.optim.betas or (0.9, 0.95)
     torch.optim.AdamW(expected.parameters(), lr=1.0, betas=tuple(betas), eps=1.0, weight_decay=0.0).step()
@@ -121,8 +147,9 @@ def test_recomputed_activations_change_nothing(theirs):
     assert_equal_weights(theirs.weights("kept"), theirs.weights("recomputed"))
 
 
-def test_flushed_schedules_take_it_too(theirs):
-    model = theirs.model("mixtral")
+@pytest.mark.parametrize("more", [{}, BALANCED], ids=["cross entropy", "with a balance loss"])
+def test_flushed_schedules_take_it_too(theirs, more):
+    model = theirs.model("mixtral", **more)
     theirs.train("flushed", model, "pipeline.stages=2", "pipeline.schedule=1f1b")
     theirs.train("emulated", model, "pipeline.schedule=emulate", "pipeline.delay=0")
     assert_equal_weights(theirs.weights("flushed"), theirs.weights("emulated"))

@@ -3,6 +3,7 @@
 Nothing here knows an architecture. A stage is transformers' own model in which every part that belongs to another
 stage hands its input on: its forward makes positions, rotary embeddings and masks as ever, for every layer by that
 layer's number. The first stage is given tokens, the others `inputs_embeds`; the last ends with norm and head.
+Where a mixture of experts is trained with its balance loss, what its routers did goes along (`auxiliary.py`).
 
 Invariant: a cut model computes what the whole one does, to the last bit. That is tried when a model is cut
 (`check_cut`), and a model whose forward does more than hand a hidden state from layer to layer is refused.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slipstream.errors import UserError
+from slipstream.models.auxiliary import AddLoss, balance_loss, routed
 from slipstream.models.config_json import require_transformers
 
 PREFIX = "hf."  # of a stage's parameter names, before the name that transformers gives
@@ -69,6 +72,15 @@ def _words(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
+@dataclass(frozen=True)
+class Balance:
+    """Of a mixture of experts whose balance loss is trained with: `output_router_logits` in its config.json."""
+
+    coefficient: float
+    experts: int
+    experts_per_token: int
+
+
 class Parts:
     """Where the layers, the embedding, the head and what comes after the last layer are in a whole model."""
 
@@ -83,6 +95,7 @@ class Parts:
         for part, role in ((self.embedding, "embedding"), (self.head, "head")):
             part.weight.slipstream_role = role  # names do not tell: each library has its own
         self.tail: list[nn.Module] = []
+        self.balance: Balance | None = None
         self._before: list[str] = []
         self._look()
 
@@ -145,20 +158,34 @@ class Parts:
         self._before = [names[id(m)] for m in order[:first] if _has_parameters(m) and m is not self.embedding]
 
     def _check_loss(self, found: Any, tokens: Tensor) -> None:
-        """What is trained is the cross entropy of the logits, so transformers' own loss must be that."""
+        """What is trained is the cross entropy of the logits and a balance loss as we know it: transformers' own loss
+        must be that."""
         logits = found.logits[:, :-1].float().flatten(0, 1)
         ours = functional.cross_entropy(logits, tokens[:, 1:].flatten())
+        if getattr(found, "aux_loss", None) is not None:
+            self.balance = balance = self._balance(found.router_logits)
+            sums = routed(found.router_logits, balance.experts_per_token)
+            ours = ours + balance.coefficient * balance_loss(sums, balance.experts_per_token)
         if not torch.allclose(found.loss.float(), ours, rtol=1e-5, atol=1e-6):
             more = (
-                "its experts' balance loss"
-                if getattr(found, "aux_loss", None) is not None
-                else "a further loss"
+                "a further loss" if self.balance is None else "a balance loss of experts that we do not know"
             )
             raise UserError(
-                f"{self._called} adds {more} to the cross entropy ({found.loss:.6g} against {ours:.6g}), over all "
-                "layers at once, which stages cannot take. Set output_router_logits to false in its config.json, or "
-                "train our own experts, whose balance loss is by layer (model.preset, model.experts)."
+                f"{self._called} adds {more} to the cross entropy ({found.loss:.6g} against {ours:.6g}). Set "
+                "output_router_logits to false in its config.json, or train our own experts (model.preset, "
+                "model.experts)."
             )
+
+    def _balance(self, logits: Any) -> Balance:
+        config = self.model.config
+        chosen = getattr(config, "num_experts_per_tok", None)
+        coefficient = getattr(config, "router_aux_loss_coef", None)
+        if not logits or chosen is None or coefficient is None:
+            raise UserError(
+                f"{self._called} has a balance loss of experts, but does not say its router_aux_loss_coef, "
+                "num_experts_per_tok or router logits. Set output_router_logits to false in its config.json."
+            )
+        return Balance(coefficient, logits[0].shape[-1], chosen)
 
     def check_cut(self) -> None:
         """Cut between all its layers it must compute what it computes whole."""
@@ -170,13 +197,14 @@ class Parts:
         tokens, count = _tried(self.model), len(self.layers)
         with torch.no_grad():
             whole = self.model(input_ids=tokens).logits
-            x: Tensor = tokens
+            x: Any = (tokens,)
             try:
                 for index in range(count):
-                    x = HuggingFaceStage(self, range(index, index + 1))(x)
+                    x = HuggingFaceStage(self, range(index, index + 1))(*x)
+                    x = x if isinstance(x, tuple) else (x,)
             except (AttributeError, TypeError, RuntimeError, ValueError) as error:
                 raise UserError(f"{self._called} cannot be cut: {_words(error)}") from error
-        if not torch.equal(x, whole):
+        if not torch.equal(x[0], whole):
             raise UserError(
                 f"{self._called} computes something else when it is cut between its layers: its forward does more than "
                 "hand a hidden state from layer to layer. Set pipeline.schedule=emulate, or write its layers yourself: "
@@ -213,9 +241,13 @@ class Passed(nn.Module):
 
 
 class HuggingFaceStage(nn.Module):
-    """Layers `span` of a whole model, whose parameters it shares; the first with embedding, the last with the head."""
+    """Layers `span` of a whole model, whose parameters it shares; the first with embedding, the last with the head.
 
-    def __init__(self, parts: Parts, span: range) -> None:
+    Trained with a balance loss, it takes and returns the sums of `auxiliary.routed` beside the hidden state. The last
+    adds the loss in its backward, times `auxiliary_weight`: what the engine multiplies a microbatch's loss with.
+    """
+
+    def __init__(self, parts: Parts, span: range, auxiliary_weight: float = 1.0) -> None:
         super().__init__()
         self.first, self.last = span.start == 0, span.stop == len(parts.layers)
         elsewhere = [layer for index, layer in enumerate(parts.layers) if index not in span]
@@ -226,6 +258,7 @@ class HuggingFaceStage(nn.Module):
         kept: dict[int, Any] = {id(part): Passed(part) for part in elsewhere}
         kept |= {id(parameter): parameter for parameter in parts.model.parameters()}
         self.hf = copy.deepcopy(parts.model, kept)
+        self.balance, self.auxiliary_weight = parts.balance, auxiliary_weight
 
     @property
     def layers(self) -> dict[str, nn.Module]:
@@ -233,11 +266,23 @@ class HuggingFaceStage(nn.Module):
         found = next(c for c in self.hf.base_model.children() if isinstance(c, nn.ModuleList))
         return {str(i): layer for i, layer in enumerate(found) if not isinstance(layer, Passed)}
 
-    def forward(self, x: Tensor) -> Tensor:
-        given = {"input_ids": x} if self.first else {"inputs_embeds": x}
-        if self.last:
-            return self.hf(**given, use_cache=False).logits
-        return self.hf.base_model(**given, use_cache=False).last_hidden_state
+    def forward(self, x: Tensor, sums: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        given: dict[str, Any] = {"input_ids" if self.first else "inputs_embeds": x, "use_cache": False}
+        balance = self.balance if self.training else None  # a validation asks for the cross entropy alone
+        if self.balance is not None:
+            given["output_router_logits"] = balance is not None
+        found = self.hf(**given) if self.last else self.hf.base_model(**given)
+        x = found.logits if self.last else found.last_hidden_state
+        if balance is None:
+            return x
+        if sums is None:
+            sums = torch.zeros(2, balance.experts, device=x.device)
+        if found.router_logits:  # a stage may have no router
+            sums = sums + routed(found.router_logits, balance.experts_per_token)
+        if not self.last:
+            return x, sums
+        loss = balance.coefficient * balance_loss(sums, balance.experts_per_token)
+        return AddLoss.apply(x, loss, self.auxiliary_weight)  # pyright: ignore[reportReturnType]
 
 
 def loaded(weights: Mapping[str, Tensor], described: Mapping[str, Any], vocab: int, place: str) -> nn.Module:

@@ -16,29 +16,16 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.errors import UserError
+from slipstream.models.auxiliary import AddLoss
 from slipstream.models.llama import DenseLayer, RMSNorm, rotary_table
 from slipstream.models.moe import MoE, MoELayer
 from slipstream.models.sizes import ModelConfig, head_cost, layer_cost
-
-
-class _AddLoss(torch.autograd.Function):
-    """The identity on x; in the backward, `loss` receives the gradient `weight`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, weight: float) -> Tensor:
-        ctx.weight, ctx.dtype, ctx.device = weight, loss.dtype, loss.device
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], torch.full((), ctx.weight, dtype=ctx.dtype, device=ctx.device), None
 
 
 class Stage(nn.Module):
@@ -112,7 +99,7 @@ class Stage(nn.Module):
         # Numbers of the host stay there: as a tensor they would be copied to the device, which waits for its queue.
         balance, z = losses.unbind(-1)
         weighted = self.config.balance_loss * balance + self.config.router_z_loss * z
-        return _AddLoss.apply(x, weighted.sum() / self.config.layers, self.auxiliary_weight)
+        return AddLoss.apply(x, weighted.sum() / self.config.layers, self.auxiliary_weight)
 
 
 @cache

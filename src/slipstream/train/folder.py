@@ -263,14 +263,16 @@ def _check_same_run(folder: Path, config: Config, manifest: checkpoint.Manifest,
         allowed.add("train.steps")
     refused: list[Change | str] = [change for change in differences if change.name not in allowed]
     ranks = stored.pipeline.data_ranks, config.pipeline.data_ranks
-    if ranks[0] != ranks[1] and stored.model.experts and stored.model.balance_loss:
+    described = manifest.says("model", dict).get("hugging_face") or {}
+    balanced = (stored.model.experts and stored.model.balance_loss) or described.get("output_router_logits")
+    if ranks[0] != ranks[1] and balanced:
         # Not linear in the rows, so not the same loss when other rows are taken together.
         refused.append(
             f"pipeline.data_ranks: the run has {ranks[0]}, asked for {ranks[1]}; the balance loss of its experts is "
             "taken over the rows of one data rank"
         )
     if config.model.hf is not None:
-        refused += changed_description(manifest.says("model", dict).get("hugging_face"), config)
+        refused += changed_description(described, config)
     if manifest.says("data_fingerprint", str) != new.data_fingerprint:
         refused.append(
             f"data: the run's had the fingerprint {manifest.meta['data_fingerprint'][:12]}, this has "

@@ -181,9 +181,28 @@ class TransformersModel(OwnModel):
         start = config.model.init_from
         model = build(self.described, self.vocab, None if start is None else Path(start))
         self._parts = Parts(model, self.place)
+        self._auxiliary_weight = (
+            1.0 / config.pipeline.microbatches
+        )  # as the engine scales a microbatch's loss
+        if self._parts.balance is not None:
+            self._check_balanced(config)
         if config.train.activation_checkpointing:
             self._parts.recompute()
         return self._parts.layers
+
+    def _check_balanced(self, config: Config) -> None:
+        """What the balance loss of experts does not go with."""
+        train = config.train
+        words = (
+            f"output_router_logits in model.hf = '{self.place}' adds the balance loss of its experts, which"
+        )
+        if train.fuse:
+            raise UserError(f"{words} is no mean over rows, as train.fuse needs it. Drop train.fuse.")
+        if train.compile not in (False, "layers"):
+            raise UserError(
+                f"{words} a stage compiled as a whole does not compute as transformers does (train.compile = "
+                f"{train.compile}). Set train.compile=layers, or drop it."
+            )
 
     def describe(self) -> dict[str, Any]:
         return {"hugging_face": self.described, "vocab": self.vocab, "layers": len(self.layers)}
@@ -194,7 +213,7 @@ class TransformersModel(OwnModel):
         return super().stages(config, count, indices, device)
 
     def _stage(self, span: range) -> nn.Module:
-        return HuggingFaceStage(self._parts, span)
+        return HuggingFaceStage(self._parts, span, self._auxiliary_weight)
 
     def _weights(self) -> list[float]:
         found = [weight(layer) for layer in self.layers]
