@@ -23,7 +23,7 @@ FOUND = {
     "command lines": [SEED_ONE + 93, 7 * SEED_ONE + 1156],
     "study files": [3 * SEED_ONE + 251],
     "study results": [3, 14, 27, SEED_ONE + 3],
-    "device, penalty and profile files": [5, 60, 105],
+    "device, penalty and profile files": [5, 60, 105, 7 * SEED_ONE + 289],
     "event logs": [SEED_TWO + 224, 3 * SEED_ONE + 88],
     "shards": [
         SEED_ONE + 41,
