@@ -24,7 +24,7 @@ FOUND = {
     "study files": [3 * SEED_ONE + 251],
     "study results": [3, 14, 27, SEED_ONE + 3],
     "device, penalty and profile files": [5, 60, 105, 7 * SEED_ONE + 289],
-    "event logs": [SEED_TWO + 224, 3 * SEED_ONE + 88],
+    "event logs": [SEED_TWO + 224, 3 * SEED_ONE + 88, 7 * SEED_ONE + 1488],
     "shards": [
         SEED_ONE + 41,
         SEED_ONE + 106,

@@ -383,6 +383,12 @@ def test_masked_documents_and_z_loss_at_every_depth(runs):
     runs.train("one", "pipeline.schedule=emulate", *settings)
     runs.train("two", "pipeline.stages=2", *settings)
     assert_equal_weights(runs.weights("one"), runs.weights("two"))
+    flushed = runs.train("sync", "pipeline.schedule=emulate", "pipeline.delay=0", *settings)[
+        "validation_loss"
+    ]
+    for schedule in ("1f1b", "interleaved_1f1b"):
+        found = runs.train(schedule, "pipeline.stages=2", f"pipeline.schedule={schedule}", *settings)
+        assert found["validation_loss"] == pytest.approx(flushed, rel=1e-6)
 
 
 def test_experts_at_every_depth(runs):

@@ -34,7 +34,8 @@ def write_report(
     found = [read_run(run) for run in runs]  # first: a mistyped run must not become a folder
     out = found[0].path / "report.html" if out is None else Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(report(found, title, lead), encoding="utf-8")
+    # A log may hold what no encoding of text does.
+    out.write_text(report(found, title, lead), encoding="utf-8", errors="backslashreplace")
     return out
 
 

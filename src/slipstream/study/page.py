@@ -32,7 +32,7 @@ def write_tables(study: Study, expansion: Expansion, results: Mapping[str, Resul
     paths = []
     for name, text in texts.items():
         paths.append(out / name)
-        paths[-1].write_text(text, encoding="utf-8")
+        paths[-1].write_text(text, encoding="utf-8", errors="backslashreplace")
     return paths
 
 

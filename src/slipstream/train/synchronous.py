@@ -119,6 +119,7 @@ class Synchronous(Engine):
             self._hidden = [(rows, *shape) for shape in model.hidden(count, pipeline.boundaries)]
         else:
             self._hidden = [(rows, config.data.sequence, model.dim)] * (count - 1)
+        self._documents = not isinstance(model, OwnModel) and model.document_mask
         self._schedule = _TORCH[pipeline.schedule](
             self._stages if config.chunks > 1 else self._stages[0],
             self._m,
@@ -162,35 +163,42 @@ class Synchronous(Engine):
         inputs = list(x.chunk(self._m)) if x is not None else []
         targets = list(target.chunk(self._m)) if target is not None else []
         held, owners, top = [stage.stage_index for stage in self._stages], self._owners, len(self._owners) - 1
-        made_here: list[Tensor] = []
+        made_here: list[tuple[Tensor, ...]] = []
         sent: list[tuple[Tensor, dist.Work | None]] = []  # kept until they have left
         with torch.no_grad():
             for index, versions in zip(held, self._versions, strict=True):
                 versions.module.eval()
                 for k in range(self._m):
-                    x = inputs[k] if index == 0 else self._received(owners, index, made_here, k)
-                    out: Any = versions.master.call(x)
+                    given = (inputs[k],) if index == 0 else self._received(owners, index, made_here, k)
+                    out: Any = versions.master.call(*given)
                     if index == top:
                         if losses is not None:
                             losses.append(self._loss(out, targets[k]))
-                    elif owners[index + 1] == owners[index]:
-                        made_here.append(out)
-                    else:
-                        sent.append(
-                            (message := out.float(), dist.isend(message, owners[index + 1], self._pipeline))
-                        )
+                        continue
+                    hidden, *documents = made = out if isinstance(out, tuple) else (out,)
+                    if owners[index + 1] == owners[index]:
+                        made_here.append(made)
+                        continue
+                    for message in (hidden.float(), *documents):
+                        sent.append((message, dist.isend(message, owners[index + 1], self._pipeline)))
                 versions.module.train()
         for _, work in sent:
             if work is not None:
                 work.wait()
 
-    def _received(self, owners: list[int], index: int, made_here: list[Tensor], k: int) -> Tensor:
-        """Microbatch k as the stage before `index` left it."""
+    def _received(
+        self, owners: list[int], index: int, made_here: list[tuple[Tensor, ...]], k: int
+    ) -> list[Tensor]:
+        """Microbatch k as the stage before `index` left it: the hidden state, and document numbers if there are any."""
         if owners[index - 1] == owners[index]:
-            return made_here[k]
-        x = torch.empty(self._hidden[index - 1], device=self._stages[0].device)
-        dist.recv(x, owners[index - 1], group=self._pipeline)
-        return x
+            return list(made_here[k])
+        shape, device = self._hidden[index - 1], self._stages[0].device
+        received = [torch.empty(shape, device=device)]
+        if self._documents:
+            received.append(torch.empty(shape[:2], dtype=torch.int64, device=device))
+        for message in received:
+            dist.recv(message, owners[index - 1], group=self._pipeline)
+        return received
 
     def drain(self) -> None:
         """Nothing is ever in flight between two steps."""
