@@ -153,16 +153,15 @@ def test_a_neighbour_that_tells_its_last_and_closes_is_not_lost(attendant, ends)
     neighbour, other = ends
     heard, looks = [], []
     neighbour.heed[b"x"] = heard.append
-    attendant.start()
 
     def arrived():
-        seen = bool(heard)
-        looks.append(seen)
+        looks.append(bool(heard))
         if len(looks) == 1:  # both come after this look, and before the next line of whoever asked
             other.send(b"x")
             other.close()
-            soon(lambda: neighbour.wire.gone)
-        return seen
+            neighbour.listen()  # as the thread does, which is not started here
+            assert neighbour.wire.gone
+        return looks[-1]
 
     attendant.until(arrived, neighbour, "waited for news from")
     assert looks == [False, True]
