@@ -114,12 +114,10 @@ class Attendant(Waiting):
 
 def _attend(reference: weakref.ref[Attendant], ear: socket.socket, device: torch.device) -> None:
     """Until the attendant is closed, or nobody has it any more."""
-    if device.type == "cuda":
-        torch.cuda.set_device(
-            device
-        )  # a thread begins with the first one, and a look would make a context there
     with ear:
         try:
+            if device.type == "cuda":  # a thread begins with the first one: a look would make a context there
+                torch.cuda.set_device(device)
             while (attendant := reference()) is not None and not attendant._closed:
                 waits, wires = attendant._look_around(), attendant.wires
                 del attendant

@@ -40,7 +40,7 @@ def choose_in_flight(
     """The number in flight on stage 0, from P (the least) to m + 1, the most that two banks allow.
 
     The last one leaves no slack for the update, which waits for less than a message that comes late (measured on two
-    cores and over NCCL: docs/notes/engine.md).
+    cores and over NCCL: docs/notes, engine.md and transports.md).
     """
     if stages == 1 or work_seconds <= 0:
         return stages
