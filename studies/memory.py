@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
 
@@ -116,6 +116,7 @@ SMALL, LARGE = "smollm2-135m", "smollm2-360m"
 SETTINGS = [
     Setting(SMALL),
     Setting(SMALL, "1f1b"),
+    Setting(SMALL, cutover=8),
     Setting(LARGE),
     Setting(LARGE, "1f1b"),
     Setting(SMALL, data_ranks=2, shard=True),
@@ -138,7 +139,8 @@ def measure(setting: Setting, out: Path) -> dict:
     planned = [rank.total - rank.communicators for rank in fitter.memory(setting.shape, cut)]
     if setting.schedule == "sharded 1f1b":
         with RankPool(setting.stages * setting.data_ranks) as pool:
-            peaks = pool.run(sharded_1f1b, setting, [[c.start, c.stop] for c in cut], timeout=SECONDS)
+            job = "memory:sharded_1f1b"  # ranks import it: this script's folder is on their path
+            peaks = pool.run(job, asdict(setting), [[c.start, c.stop] for c in cut], timeout=SECONDS)
         measured = peaks[: setting.stages]  # of the first data rank, as the trainer's
     else:
         folder = out / setting.name
@@ -168,8 +170,9 @@ def stage_parameters(model: str, cut: Iterable[range]) -> list[int]:
     return [sum(p.numel() for p in module.parameters()) for module in modules]
 
 
-def sharded_1f1b(world: World, setting: Setting, cut: list[list[int]]) -> int:
+def sharded_1f1b(world: World, fields: dict, cut: list[list[int]]) -> int:
     """bf16 weights, float32 sums; each data rank has the float32 master and the state of half of the matrices."""
+    setting = Setting(**fields)
     device, stages = torch.device("cuda", 0), setting.stages
     index, column = world.mesh(stages)
     pipelines = [dist.new_group(list(range(d * stages, (d + 1) * stages))) for d in range(setting.data_ranks)]

@@ -53,6 +53,24 @@ def test_a_crash_says_where_it_was(capfd, quick):
     assert "in crash" in told
 
 
+def test_arguments_that_ranks_cannot_read_are_an_error_at_once(quick, monkeypatch):
+    """A class of the script that was started, say: pickled by name, and a rank's script is another one."""
+    kind = type("Setting", (), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "Setting", kind, raising=False)
+    with RankPool(2) as pool:
+        with pytest.raises(StageError, match="cannot be read by its ranks.*Can't get attribute 'Setting'"):
+            pool.run("distributed.jobs:total", kind(), timeout=60)
+        assert [row[1] for row in pool.run("distributed.jobs:total", 1, timeout=60)] == [3.0, 3.0]
+
+
+def test_a_function_of_the_script_that_was_started_is_refused():
+    def job(world): ...
+
+    job.__module__ = "__main__"
+    with RankPool(1) as pool, pytest.raises(UserError, match="put it into a module"):
+        pool.run(job, timeout=60)
+
+
 def test_a_file_that_was_cut_short_under_a_rank_is_hinted_at(tmp_path, quick):
     path = tmp_path / "shard"
     path.write_bytes(bytes(10000))

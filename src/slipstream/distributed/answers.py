@@ -203,4 +203,8 @@ def send(connection: Connection, message: Any) -> None:
 
 
 def receive(connection: Connection) -> Any:
-    return pickle.loads(connection.recv_bytes())
+    return read(connection.recv_bytes())
+
+
+def read(message: bytes) -> Any:
+    return pickle.loads(message)

@@ -255,6 +255,11 @@ class _Worker:
 def _name_of(function: Function) -> str:
     if isinstance(function, str):
         return function
+    if function.__module__ == "__main__":
+        raise UserError(
+            f"Ranks cannot import {function.__qualname__} from the script that was started: "
+            'put it into a module, or name it "module:function".'
+        )
     return f"{function.__module__}:{function.__qualname__}"
 
 

@@ -18,11 +18,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
-from slipstream.distributed.answers import BEAT, BEAT_SECONDS, STACKS, receive, send
+from slipstream.distributed.answers import BEAT, BEAT_SECONDS, STACKS, read, send
 from slipstream.distributed.launch import STOPS, Job
 from slipstream.errors import StageError, UserError
 
@@ -42,6 +43,10 @@ def main(descriptor: int) -> None:
         if message == "serve":  # bound here, to loopback, so that no port is named before it is taken
             listener = socket.create_server(("127.0.0.1", 0))
             send(connection, listener.getsockname()[1])
+            continue
+        if isinstance(message, _Unreadable):
+            text = f"A job's arguments cannot be read by its ranks, which import them from modules: {message.why}"
+            _answer(connection, ("crash", (StageError(text), "")))
             continue
         if not isinstance(message, Job):
             send(connection, _comes_up(message[1]))
@@ -63,9 +68,20 @@ def main(descriptor: int) -> None:
 def _listen(connection: Connection, jobs: queue.SimpleQueue) -> None:
     while True:
         try:
-            jobs.put(receive(connection))
+            message = connection.recv_bytes()
         except (EOFError, OSError):
             os._exit(1)  # the launcher is gone: whatever runs here has nobody to answer to
+        try:
+            jobs.put(read(message))
+        except Exception as error:  # raised by whatever a job's arguments are made of
+            jobs.put(_Unreadable(f"{type(error).__name__}: {error}"))
+
+
+@dataclass(frozen=True)
+class _Unreadable:
+    """A job whose arguments this process cannot make, and why."""
+
+    why: str
 
 
 def _answer(connection: Connection, answer: tuple[str, Any]) -> None:
