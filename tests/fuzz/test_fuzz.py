@@ -24,7 +24,7 @@ FOUND = {
     "study files": [3 * SEED_ONE + 251],
     "study results": [3, 14, 27, SEED_ONE + 3],
     "device, penalty and profile files": [5, 60, 105, 7 * SEED_ONE + 289],
-    "event logs": [SEED_TWO + 224, 3 * SEED_ONE + 88, 7 * SEED_ONE + 1488],
+    "event logs": [SEED_TWO + 224, 3 * SEED_ONE + 88, 7 * SEED_ONE + 1488, 11 * SEED_ONE + 230],
     "shards": [
         SEED_ONE + 41,
         SEED_ONE + 106,
@@ -34,6 +34,7 @@ FOUND = {
         7 * SEED_ONE + 644,
     ],
     "texts": [SEED_TWO + 224],
+    "checkpoints, resumed": [11 * SEED_ONE + 98],
     "checkpoints": [SEED_ONE + 72, SEED_ONE + 117, 3 * SEED_ONE + 540, 3 * SEED_ONE + 1310],
 }
 BY_NAME = {target.name: target for target in TARGETS}

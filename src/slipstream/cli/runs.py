@@ -116,8 +116,9 @@ def describe(run: Run, label: str) -> dict[str, Any]:
     ]
     speeds = [value for event in steps if (value := number(event.get("tokens_per_second"))) is not None]
     last = steps[-1] if steps else {}
+    tags = settings.get("run.tags")
     return {
-        "run": settings.get("run.name") or label,
+        "run": str(settings.get("run.name") or label),
         "folder": str(run.path),
         "status": "stopped" if run.status == "running" and not is_held(run.path / "lock") else run.status,
         "step": last.get("step"),
@@ -129,7 +130,7 @@ def describe(run: Run, label: str) -> dict[str, Any]:
         "tokens_per_second": sorted(speeds)[len(speeds) // 2] if speeds else None,
         "schedule": settings.get("pipeline.schedule"),
         "optimizer": settings.get("optim.name"),
-        "tags": settings.get("run.tags", []),
+        "tags": [str(tag) for tag in tags] if isinstance(tags, list) else [],
     }
 
 

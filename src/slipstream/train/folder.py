@@ -279,9 +279,10 @@ def _check_same_run(folder: Path, config: Config, manifest: checkpoint.Manifest,
             f"{new.data_fingerprint[:12]}"
         )
     else:
-        had = manifest.meta.get("data_contents", {})  # not in checkpoints of before it was kept
+        # Not in checkpoints of before it was kept.
+        had = manifest.says("data_contents", dict) if "data_contents" in manifest.meta else {}
         refused += [
-            f"data: the run's {split} shards had the contents {had[split][:12]}, these have {found[:12]}"
+            f"data: the run's {split} shards had the contents {str(had[split])[:12]}, these have {found[:12]}"
             for split, found in new.data_contents.items()
             if had.get(split, found) != found
         ]
