@@ -4,9 +4,8 @@
 
 Trains every setting below for a few updates through `slipstream train`, and writes OUT/memory.jsonl: peaks by stage and
 what the planner says of them. `sharded 1F1B` is torch's own schedule with a sharded optimizer written out below, since
-the trainer shards that of 2BW only. Ranks share one GPU, by CUDA's Multi-Process Service and through the project's own
-group: what torch allocates does not depend on the transport, and NCCL does not bear several jobs on one GPU
-(docs/notes/transports.md).
+the trainer shards that of 2BW only. Ranks share one GPU, by CUDA's Multi-Process Service: over NCCL where it can do
+so (docs/engine.md), with `--at-once 1` only; else through the project's own group, whose rings are in the peaks.
 """
 
 from __future__ import annotations
@@ -238,7 +237,7 @@ def sharded_1f1b(world: World, fields: dict, cut: list[list[int]]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--at-once", type=int, default=2, help="settings that run side by side")
+    parser.add_argument("--at-once", type=int, default=1, help="settings that run side by side")
     parser.add_argument("--only", default="", help="part of the name of a setting")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)

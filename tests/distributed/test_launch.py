@@ -58,7 +58,7 @@ def test_arguments_that_ranks_cannot_read_are_an_error_at_once(quick, monkeypatc
     kind = type("Setting", (), {"__module__": "__main__"})
     monkeypatch.setattr(sys.modules["__main__"], "Setting", kind, raising=False)
     with RankPool(2) as pool:
-        with pytest.raises(StageError, match="cannot be read by its ranks.*Can't get attribute 'Setting'"):
+        with pytest.raises(StageError, match=r"cannot be read by its ranks.*Can't get attribute 'Setting'"):
             pool.run("distributed.jobs:total", kind(), timeout=60)
         assert [row[1] for row in pool.run("distributed.jobs:total", 1, timeout=60)] == [3.0, 3.0]
 

@@ -77,6 +77,17 @@ def train(world, groups, drains=(), evaluations=(), state=None, decay=False, **o
     }
 
 
+def in_flight_at_steps(world, groups=12):
+    """How many microbatches are between their forward and their backward whenever the optimizer steps."""
+    schedule = build(world, in_flight=world.size)
+    sizes = []
+    schedule.optimizer.register_step_pre_hook(lambda *_: sizes.append(len(schedule._flight)))
+    for group in range(groups):
+        step(world, schedule, group)
+    schedule.drain()
+    return sizes, schedule._depth.warm_up
+
+
 def order(world, groups, **options):
     """The actions this rank executed, in order, with the depth it settled on."""
     schedule = build(world, tied=False, **options)

@@ -1,4 +1,4 @@
-"""Data ranks queue the collectives of their updates in one order, whenever the norm of an update comes."""
+"""When the parts of an update run: in one order on all data ranks, and no step while the most are in flight."""
 
 import torch
 
@@ -44,7 +44,8 @@ class Told(Peers):
         yield Answer(True)
 
     def exchange(self, squares, status):
-        yield Answer(not self.late)
+        self.answer = Answer(not self.late)
+        yield self.answer
         return RunStatus(squares.tolist(), False, [0.0], [0.0])
 
 
@@ -70,3 +71,26 @@ def test_a_late_norm_changes_no_order():
         assert found == queued(cutover, late=False)
         assert found.count("reduce") == GROUPS
         assert "gather" in found
+
+
+def test_no_step_is_made_while_the_most_are_in_flight():
+    """The exchange goes on all the same, and whoever waits for the update gets it."""
+    for finish in (lambda updater: updater.advance(), lambda updater: updater.finish(0)):
+        versions = Versions(tiny.Model(), Cutover(M, lambda group: M, never), looks_ahead=False, parks=True)
+        peers = Told(len(versions.names), late=True)
+        peers.owned = list(range(len(versions.names)))
+        optimizer = torch.optim.SGD(versions.module.parameters(), lr=0.1)
+        updater = Updater([versions], optimizer, build_correction("none"), None, peers)
+        updater.enter(0)
+        updater.begin(0, [torch.ones_like(weight) for weight in versions.master.weights])
+        peers.answer.here = True
+        updater.advance(crowded=True)
+        assert (list(updater.grad_norms), updater.completed) == ([0], 0)
+        finish(updater)
+        assert updater.completed == 1
+
+
+def test_on_a_real_pipeline(pool):
+    for sizes, warm_up in pool.run("pipeline.jobs:in_flight_at_steps", ranks=2):
+        assert len(sizes) == 12
+        assert max(sizes) <= warm_up

@@ -199,8 +199,9 @@ class Schedule2BW(Engine):
                 if 0 < index == cutover:
                     self._flight.await_weights(group, index)
                 results.append(self._flight.forward(group, index, microbatch, return_outputs))
-                self._updater.advance()
-                if len(self._flight) > self._depth.warm_up:
+                full = len(self._flight) > self._depth.warm_up
+                self._updater.advance(crowded=full)
+                if full:
                     self._flight.backward()
             self.group += 1
         return self._results(results, losses, return_outputs)

@@ -67,6 +67,7 @@ class Updater:
         self.statuses: dict[int, RunStatus] = {}  # what all ranks told, by recent group
         self.after_update: Callable[[int], None] | None = None
         self.wait_for: Callable[[Wait], object] = lambda wait: wait.wait()  # how to block
+        self.crowded = False  # no step now
         self.in_hook = False  # while `after_update` runs, inside its update
         self.timing: Callable[[int], AbstractContextManager[None]] = lambda group: contextlib.nullcontext()
         self._copies: list[torch.cuda.Event] = []  # of the live state, under way on other streams
@@ -119,13 +120,17 @@ class Updater:
         self._pending.append(_Transaction(group, self._steps(group, grads)))
         self.advance()
 
-    def advance(self) -> None:
+    def advance(self, crowded: bool = False) -> None:
         """Go on with pending updates, one after the other, as far as that needs no waiting.
 
+        `crowded`: as many microbatches are in flight as ever, one more than in a moment. What a step works on would
+        come on top of them, so it waits for that moment; the exchange of norms, which other stages wait for, goes on.
         A lost peer is left for `finish` to report: a receive from a neighbour, which comes first, can name it.
         """
+        self.crowded = crowded
         with contextlib.suppress(PeerLost):
             self._advance()
+        self.crowded = False
 
     def _advance(self) -> None:
         for queue in (self._pending, self._gathers):
@@ -187,6 +192,8 @@ class Updater:
             # Sharded matrices travel between data ranks, as FSDP's own collectives do in every microbatch: their order
             # must be the same on all of these ranks, so they start where all of them wait for this update.
             yield _Awaited(self, group)
+        if self.crowded:
+            yield _Uncrowded(self)
         targets = yield from self._step_and_publish(group, grads, norm)
         for versions, target in targets:
             if self._put_off(versions, target):
@@ -301,6 +308,19 @@ class _Awaited:
 
     def is_completed(self) -> bool:
         return self.updater.awaited >= self.group
+
+    def wait(self) -> None:
+        assert self.is_completed()
+
+
+@dataclass(frozen=True)
+class _Uncrowded:
+    """Until there is room for a step."""
+
+    updater: Updater
+
+    def is_completed(self) -> bool:
+        return not self.updater.crowded
 
     def wait(self) -> None:
         assert self.is_completed()

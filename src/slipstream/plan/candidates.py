@@ -158,6 +158,9 @@ class Fitter:
     def _rank(self, shape: Shape, chunks: Sequence[range], activations: float) -> StageMemory:
         job, model = self.job, self.model
         parts = [part for layers in chunks for part in stage_parts(model, layers)]
+        cutover = shape.cutover
+        if cutover is None:  # what a run takes
+            cutover = default_cutover(shape.stages, shape.microbatches)
         weights = weights_memory(
             sum(part.matrices for part in parts),
             sum(part.others for part in parts),
@@ -168,8 +171,7 @@ class Fitter:
             precision=job.precision,
             shards=shape.shards,
             waiting=shape.stages * shape.data_ranks > 1,
-            fresh=shape.asynchronous
-            and default_cutover(shape.stages, shape.microbatches) < shape.microbatches,
+            fresh=shape.asynchronous and cutover < shape.microbatches,
         )
         size = shape.microbatch_size
         head = layer = 0.0
