@@ -2,8 +2,8 @@
 
     python studies/start.py OUT.jsonl [--model smollm2-360m] [--large smollm2-1.7b]
 
-*capture*: one process trains a model and takes its state, by pinned memory beside the computation as the trainer does, and
-as clones on the device, as it once did: what each adds to the peak, and how long an update takes with it.
+*capture*: one process trains a model and takes its state, by pinned memory beside the computation as the trainer does,
+and as clones on the device, as it once did: what each adds to the peak, and how long an update takes with it.
 *start*: two ranks make one stage under FSDP2, from the meta device and from whole modules: the peak until the first
 update, in bytes per parameter of the whole stage. Both ranks are on one GPU, over NCCL where it can do that.
 """
