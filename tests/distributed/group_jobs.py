@@ -2,6 +2,7 @@
 
 import os
 import signal
+import weakref
 from datetime import timedelta
 
 import torch
@@ -69,6 +70,37 @@ def collectives(world):
     objects = [None] * world.size
     dist.all_gather_object(objects, f"rank {world.rank}", group=group)
     return total.tolist(), largest.item(), told.item(), torch.cat(parts).tolist(), summed.item(), objects
+
+
+def sums(world, length=1000):
+    """A sum told to all and one told to rank 1, what they should be, and how many received parts outlive a sum."""
+    group, received = ringed(), []
+    post = group._post
+
+    def watched(out, rank):
+        received.append(weakref.ref(out))
+        return post(out, rank)
+
+    group._post = watched
+    own = [torch.randn(length, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
+    expected = own[0].clone()
+    for other in own[1:]:
+        expected += other
+    total, told = own[world.rank].clone().requires_grad_(), own[world.rank].clone()
+    works = [
+        dist.all_reduce(total, group=group, async_op=True),
+        dist.reduce(told, 1, group=group, async_op=True),
+    ]
+    for work in works:
+        work.wait()
+        work.wait()  # a second wait adds nothing
+    alive = sum(out() is not None for out in received)
+    return (
+        torch.equal(total, expected),
+        torch.equal(told, expected if world.rank == 1 else own[world.rank]),
+        len(received),
+        alive,
+    )
 
 
 def host_traffic(world, rounds):

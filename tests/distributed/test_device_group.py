@@ -28,6 +28,12 @@ def test_collectives_give_every_rank_the_same_bits(pool):
         assert summed == (3.0 if rank == 0 else 1.0)
 
 
+def test_a_sum_adds_in_the_order_of_ranks_and_keeps_no_part(pool):
+    first, root, *rest = pool.run("distributed.group_jobs:sums", ranks=4)
+    assert root == (True, True, 6, 0)
+    assert [first, *rest] == [(True, True, 3, 0)] * 3
+
+
 def test_host_tensors_never_wait_for_the_interpreter(pool):
     """Torch calls the collectives of a group written in Python with the interpreter's lock held, and gloo's thread
     needs that lock to let go of an earlier tensor: whoever goes that way hangs after some dozens of calls."""

@@ -179,12 +179,13 @@ class DeviceGroup(dist.ProcessGroup):
         }
 
         def add() -> None:
-            every = {rank: part.out for rank, part in parts.items()} | {self.rank(): tensor}
-            first, *rest = (every[rank] for rank in sorted(every))
-            total = first.detach().clone()
-            for other in rest:
-                total += other
-            tensor.detach().copy_(total)
+            # In the order of the ranks on every one of them, into what rank 0 told; a part goes once it is added.
+            own = tensor.detach()
+            total = own if self.rank() == 0 else parts.pop(0).out
+            for rank in range(1, self.size()):
+                total += own if rank == self.rank() else parts.pop(rank).out
+            if total is not own:
+                own.copy_(total)
 
         return _Together(list(parts.values()), add)
 
@@ -327,6 +328,7 @@ class _Together(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         for part in self._parts:
             part.wait(timeout)
+        self._parts, part = (), None  # so that `then` can let go of them one by one
         if self._then is not None:
             self._then()
             self._then = None

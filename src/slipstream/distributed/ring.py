@@ -1,10 +1,16 @@
 """One direction between two processes of one machine: tensors through shared slots, told by packets on a socket.
 
-A send fills the next slot and sends one packet; it waits neither for the device nor for the reader. A receive waits
-for the packet (host to host), copies out of the slot on its own stream, and sends a packet back: the slot is empty
-again. Tensors are matched by order; their shapes are known to both ends, and a larger one, or a reader that is
-further behind than there are slots, makes the writer open larger memory: the ring grows to what is needed. Slots that
-were outgrown live as long as the ring: that the reader's host is done with them does not mean that its device is.
+A send fills a slot and sends one packet; it waits neither for the device nor for the reader. A receive waits for the
+packet (host to host), copies out of the slot on its own stream, and sends a packet back: the slot is empty again.
+Tensors are matched by order; their shapes are known to both ends. A send has to wait only where `MOST_SLOTS` messages
+of one class are unread, or where the system has no room for another packet.
+
+Slots come in classes of size, so that many small messages beside a large one take memory for their own bytes. Each
+class has slots of its own, used in turn, and a packet names the class. When all of them are unread the writer opens
+twice as many: a class grows to what is needed, and no other grows with it. Slots that were outgrown live as long as
+the ring: that the reader's host is done with them does not mean that its device is. With them a class that
+has grown has fewer than four times as many slots as messages were ever unread at once, and about twice as many where
+those came in one go.
 """
 
 from __future__ import annotations
@@ -13,34 +19,64 @@ import contextlib
 import os
 import select
 import socket
+import struct
 import tempfile
+from array import array
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from slipstream.distributed.slots import SlotMaker, Slots
 
-LEAST_SLOTS, MOST_SLOTS = 4, 128
-LEAST_BYTES = 1 << 20
+LEAST_SLOTS, MOST_SLOTS = 4, 128  # of one class
+LEAST_BYTES = 1 << 20  # of the slots of the smallest class
+LARGE_BYTES = 16 << 20  # a class of such slots starts with a single one
 _PACKET_BYTES = 1 << 17
+_WIRE_BYTES = 1 << 22
 MOST_FOLDER_BYTES = 80  # of the folder in which `socket_folder` makes one
 _MEMORY, _FILLED, _EMPTIED = b"R", b"M", b"F"
+_HEAD = struct.Struct("<cQ")  # what a packet to the reader tells, and of which class
+
+
+def size_class(size: int) -> int:
+    """The bytes of the slot that a message of `size` bytes takes: four classes to each power of two."""
+    if size <= LEAST_BYTES:
+        return LEAST_BYTES
+    step = 1 << ((size - 1).bit_length() - 3)
+    return -(-size // step) * step
+
+
+@dataclass(eq=False)
+class _Block:
+    """Slots of one class that were made together."""
+
+    slots: Slots
+    used: int = 0  # messages that went through them
+    unread: int = 0  # messages in them that the reader has not emptied: known to the writer
+
+    def next(self) -> int:
+        """The slot whose turn it is."""
+        self.used += 1
+        return (self.used - 1) % self.slots.count
 
 
 class _End:
-    """What both ends have: a wire, and the slots that the next message lies in."""
+    """What both ends have: a wire, and for each class the slots that its next message lies in."""
 
     def __init__(self, wire: socket.socket, maker: SlotMaker) -> None:
         self._wire, self._maker = wire, maker
-        self._slots: Slots | None = None
-        self._used = 0  # messages that went through the current slots
-        self._outgrown: list[Slots] = []
+        self._current: dict[int, _Block] = {}  # by class
+        self._outgrown: list[_Block] = []
+        # Unread messages of all classes together are more packets than a socket usually has room for.
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _WIRE_BYTES)
 
-    def _go_on_with(self, slots: Slots) -> Slots:
-        if self._slots is not None:
-            self._outgrown.append(self._slots)
-        self._slots, self._used = slots, 0
-        return slots
+    def _go_on_with(self, size: int, slots: Slots) -> _Block:
+        if size in self._current:
+            self._outgrown.append(self._current[size])
+        self._current[size] = _Block(slots)
+        return self._current[size]
 
     def hang_up(self) -> None:
         """Let the other end know that nothing more comes; the memory stays."""
@@ -49,7 +85,7 @@ class _End:
     def close(self) -> None:
         """Hang up and give the memory back."""
         self.hang_up()
-        self._slots = None
+        self._current.clear()
         self._outgrown.clear()
 
 
@@ -59,46 +95,58 @@ class RingWriter(_End):
     def __init__(self, wire: socket.socket, maker: SlotMaker, timeout_seconds: float) -> None:
         super().__init__(wire, maker)
         self._timeout_seconds = timeout_seconds
-        self._unread: deque[Slots] = deque()  # the memory of each message the reader has not emptied
+        self._unread: deque[_Block] = deque()  # where each message lies that the reader has not emptied
 
     def send(self, tensor: Tensor) -> None:
         """Queue the copy into a slot and tell the reader."""
         while self._unread and readable(self._wire, 0.0):
             self._take_back()
-        slots = self._room(tensor)
-        slots.write(self._used % slots.count, tensor, again=self._used >= slots.count)
-        self._used += 1
-        self._unread.append(slots)
-        self._wire.send(_FILLED)
+        size = size_class(tensor.numel() * tensor.element_size())
+        block = self._room(size, tensor)
+        again = block.used >= block.slots.count
+        block.slots.write(block.next(), tensor, again)
+        block.unread += 1
+        self._unread.append(block)
+        self._tell(_HEAD.pack(_FILLED, size))
 
-    def _room(self, tensor: Tensor) -> Slots:
-        """The current slots, with the next one empty and large enough."""
-        size = tensor.numel() * tensor.element_size()
-        slots = self._slots
-        if slots is None:
-            return self._open(LEAST_SLOTS, max(size, LEAST_BYTES), tensor)
-        if size > slots.size:
-            return self._open(slots.count, size, tensor)
-        if sum(memory is slots for memory in self._unread) < slots.count:
-            return slots
-        if slots.count < MOST_SLOTS:
-            return self._open(2 * slots.count, slots.size, tensor)
-        while sum(memory is slots for memory in self._unread) == slots.count:
-            if not readable(self._wire, self._timeout_seconds):
-                raise TimeoutError(f"{slots.count} messages were not taken")
-            self._take_back()
-        return slots
+    def _room(self, size: int, tensor: Tensor) -> _Block:
+        """The current slots of a class, the next one empty."""
+        block = self._current.get(size)
+        if block is None:
+            return self._open(size, 1 if size >= LARGE_BYTES else LEAST_SLOTS, tensor)
+        if block.unread < block.slots.count:
+            return block
+        if block.slots.count < MOST_SLOTS:
+            return self._open(size, 2 * block.slots.count, tensor)
+        while block.unread == block.slots.count:
+            self._wait_for_reader()
+        return block
 
-    def _open(self, count: int, size: int, tensor: Tensor) -> Slots:
-        slots = self._go_on_with(self._maker.make(count, size, tensor.device))
+    def _open(self, size: int, count: int, tensor: Tensor) -> _Block:
+        slots = self._maker.make(count, size, tensor.device)
         message, descriptors = slots.handles()
-        socket.send_fds(self._wire, [_MEMORY + message], descriptors)
-        return slots
+        self._tell(_HEAD.pack(_MEMORY, size) + message, descriptors)
+        return self._go_on_with(size, slots)
+
+    def _tell(self, packet: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send a packet. On a full wire a blocking send would wait for ever, and say nothing."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
+        while True:
+            try:
+                self._wire.sendmsg([packet], rights, socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                self._wait_for_reader()
+
+    def _wait_for_reader(self) -> None:
+        if not readable(self._wire, self._timeout_seconds):
+            raise TimeoutError(f"{len(self._unread)} messages were not taken")
+        self._take_back()
 
     def _take_back(self) -> None:
         if not self._wire.recv(1):
             raise ConnectionError("closed by the other end")
-        self._unread.popleft()
+        self._unread.popleft().unread -= 1
 
     def close(self) -> None:
         super().close()
@@ -114,15 +162,15 @@ class RingReader(_End):
 
     def receive(self, out: Tensor, timeout_seconds: float) -> None:
         """Wait for the next message and queue the copy into `out`."""
-        while (packet := self._packet(timeout_seconds)) != _FILLED:
-            assert packet[:1] == _MEMORY, packet[:8]
-        assert self._slots is not None
-        self._slots.read(self._used % self._slots.count, out)
-        self._used += 1
+        while (size := self._filled(timeout_seconds)) is None:
+            pass
+        block = self._current[size]
+        block.slots.read(block.next(), out)
         with contextlib.suppress(OSError):  # a writer that has left needs its slot no more
             self._wire.send(_EMPTIED)
 
-    def _packet(self, timeout_seconds: float) -> bytes:
+    def _filled(self, timeout_seconds: float) -> int | None:
+        """The class of which a slot was filled; None: the next packet was of new memory, which is open now."""
         if not readable(self._wire, timeout_seconds):
             raise TimeoutError(f"nothing came within {timeout_seconds:g} s")
         try:
@@ -131,9 +179,12 @@ class RingReader(_End):
             packet, descriptors, _, _ = socket.recv_fds(self._wire, _PACKET_BYTES, 1)
         if not packet:
             raise ConnectionError("closed by the other end")
-        if packet[:1] == _MEMORY:
-            self._go_on_with(self._maker.open(packet[1:], descriptors))
-        return packet
+        kind, size = _HEAD.unpack_from(packet)
+        if kind == _FILLED:
+            return size
+        assert kind == _MEMORY, packet[:8]
+        self._go_on_with(size, self._maker.open(packet[_HEAD.size :], descriptors))
+        return None
 
 
 def readable(wire: socket.socket, seconds: float) -> bool:
