@@ -32,7 +32,7 @@ from slipstream.distributed.slots import SlotMaker, Slots
 
 LEAST_SLOTS, MOST_SLOTS = 4, 128  # of one class
 LEAST_BYTES = 1 << 20  # of the slots of the smallest class
-LARGE_BYTES = 16 << 20  # a class of such slots starts with a single one
+LARGE_BYTES = 64 << 20  # such a message is a weight, not an activation: its class starts with a single slot
 _PACKET_BYTES = 1 << 17
 _WIRE_BYTES = 1 << 22
 MOST_FOLDER_BYTES = 80  # of the folder in which `socket_folder` makes one
