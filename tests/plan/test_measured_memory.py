@@ -14,8 +14,8 @@ from slipstream.plan.throughput import Shape
 ROWS, SEQUENCE, MICROBATCHES = 4, 1024, 8
 
 
-def fitter(data_ranks=1):
-    job = preset("smollm2-135m"), Cluster(find_device("h200"), 4 * data_ranks)
+def fitter(data_ranks=1, model="smollm2-135m"):
+    job = preset(model), Cluster(find_device("h200"), 4 * data_ranks)
     return Fitter(Job(*job, data_ranks * MICROBATCHES * ROWS * SEQUENCE, SEQUENCE, optimizer="muon"))
 
 
@@ -30,6 +30,24 @@ def test_every_stage_is_within_five_percent_of_its_peak(schedule, in_flight, mea
     """One H200, torch 2.11: what torch had allocated at most on each of four stages."""
     shape = Shape(schedule, 4, 1, MICROBATCHES, ROWS, in_flight=in_flight)
     planner = fitter()
+    cut = planner.cut(shape)
+    assert cut is not None
+    planned = [rank.total - rank.communicators for rank in planner.memory(shape, cut)]
+    assert planned == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("model", "data_ranks", "measured"),
+    [
+        ("smollm2-360m", 1, [8494316032, 6156720128, 4604367872, 3773033984]),
+        ("smollm2-135m", 2, [4079513600, 2912488448, 2338278400, 2418824704]),
+        ("smollm2-360m", 2, [7929615360, 5812760576, 4255730688, 3376290816]),
+    ],
+)
+def test_other_models_and_a_sharded_optimizer(model, data_ranks, measured):
+    """1F1B as `studies/memory.py` ran it, over NCCL; with two data ranks each has the state of half of the matrices."""
+    shape = Shape("1f1b", 4, data_ranks, MICROBATCHES, ROWS, shard_optimizer=data_ranks > 1)
+    planner = fitter(data_ranks, model)
     cut = planner.cut(shape)
     assert cut is not None
     planned = [rank.total - rank.communicators for rank in planner.memory(shape, cut)]
