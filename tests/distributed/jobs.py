@@ -1,6 +1,7 @@
 """Jobs that the launcher tests run in worker processes."""
 
 import ctypes
+import gc
 import mmap
 import os
 import resource
@@ -47,6 +48,25 @@ def read_past_the_end(world, path):
             file.truncate(0)
             mapped[5000]
     dist.barrier()
+
+
+class Lingering:
+    """It goes with a collection of garbage only, and slowly."""
+
+    def __init__(self, seconds):
+        self.me, self.seconds = self, seconds
+
+    def __del__(self):
+        time.sleep(self.seconds)
+
+
+def leave_behind(world, seconds):
+    left = Lingering(seconds)
+    raise UserError(f"{left.seconds} s are left behind.")
+
+
+def collect(world):
+    gc.collect()
 
 
 def stall(world):

@@ -63,6 +63,17 @@ def test_arguments_that_ranks_cannot_read_are_an_error_at_once(quick, monkeypatc
         assert [row[1] for row in pool.run("distributed.jobs:total", 1, timeout=60)] == [3.0, 3.0]
 
 
+def test_what_a_failed_job_left_behind_does_not_hold_up_the_next_one():
+    """A process group with something under way waits for the other ranks when it is destroyed."""
+    with RankPool(1) as pool:
+        with pytest.raises(UserError, match="left behind"):
+            pool.run("distributed.jobs:leave_behind", 40, timeout=60)
+        start = time.monotonic()
+        for _ in range(2):  # the first of them lets go of the error
+            pool.run("distributed.jobs:collect", timeout=60)
+        assert time.monotonic() - start < 20
+
+
 def test_a_function_of_the_script_that_was_started_is_refused():
     def job(world): ...
 

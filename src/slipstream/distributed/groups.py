@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -80,7 +81,7 @@ class Group:
     """One rank's end of a process group, with the calls that the engine makes. Ranks are those of the group."""
 
     def __init__(self, backend: Any, ranks: Sequence[int], kind: str) -> None:
-        self.backend = backend
+        self.backend: Any = backend  # None once it was closed after a failure
         self.ranks = list(ranks)  # global
         self.kind = kind
         self.rank = self.ranks.index(dist.get_rank())
@@ -125,8 +126,13 @@ class Group:
         """Give back sockets, threads and, over NCCL, the device's memory."""
         if self.kind == "nccl" and failed:
             self.backend.abort()  # a kernel may wait for a rank that is gone
-        else:
-            self.backend.shutdown()
+            return
+        self.backend.shutdown()
+        if failed:
+            # Gloo ends when all that was begun has ended, a sum that another rank does not join by its time limit. That
+            # must not hold up whoever drops the last reference, a collection of garbage among them.
+            held, self.backend = [self.backend], None
+            threading.Thread(target=held.clear, name="slipstream-closing", daemon=True).start()
 
 
 class Groups:

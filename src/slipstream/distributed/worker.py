@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import queue
 import signal
@@ -26,6 +27,8 @@ from typing import Any
 from slipstream.distributed.answers import BEAT, BEAT_SECONDS, STACKS, read, send
 from slipstream.distributed.launch import STOPS, Job
 from slipstream.errors import StageError, UserError
+
+COLLECTING_SECONDS = 2.0
 
 
 def main(descriptor: int) -> None:
@@ -63,6 +66,18 @@ def main(descriptor: int) -> None:
         if answer[0] == "crash" and "CUDA error" in str(answer[1][0]):
             connection.close()
             os._exit(1)  # the device is of no more use to this process; the next job gets another one
+        failed = answer[0] != "result"
+        del answer, job, message  # an error holds all that was at work when it was raised
+        if failed:
+            _collect()
+
+
+def _collect() -> None:
+    """What a failed job left behind goes now, beside the main thread, not by chance in the middle of the next job: what
+    began something with other ranks may wait for them when it is destroyed."""
+    thread = threading.Thread(target=gc.collect, name="slipstream-collecting", daemon=True)
+    thread.start()
+    thread.join(COLLECTING_SECONDS)
 
 
 def _listen(connection: Connection, jobs: queue.SimpleQueue) -> None:
