@@ -110,3 +110,15 @@ def test_torchrun_restarts_after_a_lost_rank(setting, library, tmp_path):
     finish(process, log)
     assert sorted(steps(folder)) == list(range(1, 201))
     assert steps(folder) == steps(tmp_path / "plain")  # to the bit
+
+
+def test_kernels_that_wait_leave_room_on_a_gpu_that_eight_ranks_share(surroundings, tmp_path):
+    """Messages of a real size: NCCL takes as many multiprocessors for them as it may, on each of the ranks."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    layout = ["pipeline.stages=4", "pipeline.data_ranks=2", "pipeline.shard_optimizer=true"]
+    batch = ["pipeline.microbatches=8", "pipeline.microbatch_size=8", "data.sequence=1024"]
+    model = ["model.preset=smollm2-135m", "optim.name=muon", "train.dtype=bfloat16", "train.device=cuda"]
+    brief = ["train.steps=3", "train.log_every=1", "train.eval_every=0", "checkpoint.keep=0"]
+    command = [*OURS, "train", *model, *layout, *batch, *brief, f"run.dir={folder}"]
+    finish(start(surroundings, command, log), log)
+    assert sorted(steps(folder)) == [1, 2, 3]

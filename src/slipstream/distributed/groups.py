@@ -32,7 +32,15 @@ from slipstream.torch_private import default_store
 # Torch's own watchdog ends a process without a word of ours: it gets its turn well after our timeout.
 WATCHDOG_GRACE_SECONDS = 120.0
 Way = Literal["forward", "backward"]  # from the stage before to the stage behind, and back
-LINK_CTAS = 1  # thread blocks of one link's kernel: each holds a multiprocessor while it waits
+# Thread blocks of one kernel: each holds a multiprocessor while it waits, so those of all ranks of a GPU must fit, with
+# room for whatever they wait for. Where a rank has a GPU to itself, NCCL chooses for collectives.
+LINK_CTAS = 1
+SHARED_GPU_CTAS = 2
+
+
+def shares_gpus() -> bool:
+    """Whether NCCL, from 2.30 on, was told that several ranks may be on one GPU."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
 def carrier(group: dist.ProcessGroup | None, device: torch.device) -> str:
@@ -209,8 +217,8 @@ class Groups:
         options._timeout = self._timeout + timedelta(seconds=WATCHDOG_GRACE_SECONDS)
         options.global_ranks_in_group = list(ranks)
         options.group_name = f"slipstream {name}"
-        if link:
-            options.config.max_ctas = LINK_CTAS
+        if link or shares_gpus():
+            options.config.max_ctas = LINK_CTAS if link else SHARED_GPU_CTAS
             options.config.min_ctas = 1
         return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
 

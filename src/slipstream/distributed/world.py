@@ -26,7 +26,7 @@ from slipstream.distributed.device_group import (
     can_share,
     register_backends,
 )
-from slipstream.distributed.groups import close_all
+from slipstream.distributed.groups import close_all, shares_gpus
 from slipstream.distributed.launch import started_by_torchrun
 from slipstream.distributed.meeting import agreed_word, torchruns_store, watched
 from slipstream.errors import StageError, UserError
@@ -258,7 +258,7 @@ def _backend(world: World, local_size: int) -> str:
     """NCCL refuses two ranks on one GPU unless it is told not to (from 2.30 on); our own group carries them then."""
     if not torch.cuda.is_available():
         return "gloo"
-    if torch.cuda.device_count() >= local_size or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+    if torch.cuda.device_count() >= local_size or shares_gpus():
         return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
     if world.size > local_size:
         return "gloo"  # several machines: CUDA tensors are staged through the host, by the engine only
