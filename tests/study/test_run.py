@@ -21,7 +21,15 @@ from slipstream.errors import UserError
 from slipstream.metrics.events import read_run
 from slipstream.study.parse import load_study
 from slipstream.study.pool import Pool
-from slipstream.study.results import FAILED_FILE, Result, collect, losses, read_export, write_failure
+from slipstream.study.results import (
+    FAILED_FILE,
+    Result,
+    collect,
+    losses,
+    read_export,
+    write_export,
+    write_failure,
+)
 from slipstream.study.run import Clock, Limits, run_study, steady_seconds
 from slipstream.study.show import Show
 from slipstream.study.sweep import Point
@@ -29,6 +37,7 @@ from slipstream.study.worker import _run
 from slipstream.train.provenance import commit
 
 TOY = Path(__file__).parents[2] / "studies" / "toy.toml"
+RESULTS = TOY.parents[1] / "docs" / "results"
 VOCAB = 64
 SMALLER = [f"model.vocab={VOCAB}", "model.dim=16", "model.ffn=32", "data.sequence=16", "train.steps=8",
            "train.eval_every=4", "train.eval_batches=1"]  # fmt: skip
@@ -367,3 +376,22 @@ def test_time_is_estimated_from_the_nearest_runs():
     longer = load_study(TOY, ["train.steps=120"]).expand({}).points[0]
     assert clock.seconds(longer) == pytest.approx(20.0)
     assert clock.left([muon, adamw], [], 2) == pytest.approx(7.0)
+
+
+def test_an_export_says_what_it_leaves_out_for_want_of_a_grid(tmp_path, capsys):
+    """Runs chosen by a grid whose results are elsewhere: no one can tell that they are this study's."""
+    name = "cpu-optimizers"
+    file, kept = TOY.with_name(f"{name}.toml"), RESULTS / f"{name}.jsonl.gz"
+    found = collect(kept)
+    grid = [point.digest for point in load_study(file).expand({}).points]
+    rest = [result for digest, result in found.items() if digest not in grid]
+    write_export(tmp_path / "rest.jsonl.gz", [*rest, found[grid[0]]])
+    command("export", file, "--results", tmp_path / "rest.jsonl.gz", "--out", tmp_path / "out")
+    told = capsys.readouterr().out
+    assert "  1 runs" in told
+    assert f"{len(rest)} runs that were read are not in it" in told
+    command(
+        "export", file, "--results", tmp_path / "rest.jsonl.gz", "--results", kept, "--out", tmp_path / "all"
+    )
+    assert "not in it" not in capsys.readouterr().out
+    assert collect(tmp_path / "all" / f"{name}.jsonl.gz").keys() == found.keys()

@@ -65,7 +65,8 @@ def run(
     left = f", {outcome.left} left" if outcome.left else ""
     waiting = f", {outcome.waiting} more once a grid has ended" if outcome.waiting else ""
     show.note(f"{len(outcome.finished)} runs finished, {len(outcome.failed)} failed{left}{waiting}.")
-    again = shlex.join([str(file), *(overrides or ()), "--results", str(out)])
+    named = [part for place in (out, *_places(also)) for part in ("--results", str(place))]
+    again = shlex.join([str(file), *(overrides or ()), *named])
     show.note(f"Next: slipstream study table {again}")
     if outcome.failed_before:
         show.note(f"{outcome.failed_before} more failed before; --retry runs them again.")
@@ -109,13 +110,20 @@ def export(
 ) -> None:
     """Write the ended runs of a study as one small file that `study table` reads back."""
     study, found = load_study(file, overrides or ()), collect(*_places(results, OUT))
-    ended = of_points(study.expand(losses(found)).points, found)
+    expansion = study.expand(losses(found))
+    ended = of_points(expansion.points, found)
     if not ended:
         raise _nothing(file, results, found)
     path = out / f"{study.name}.jsonl.gz"
     _keep_all(path, {result.digest for result in ended})
     count = write_export(path, ended)
     print(f"{path}  {count} runs, {path.stat().st_size:,} bytes")
+    if expansion.waiting and len(found) > count:
+        print(
+            f"{len(found) - count} runs that were read are not in it. {expansion.waiting} runs of this study wait "
+            "for the best of a grid: if those are among them, name the results that hold the grid as well, with one "
+            "more --results."
+        )
 
 
 @app.command()
