@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import docs_hooks
 import race_figure
 import size_figure
+import size_fit
 
 SITE = (ROOT / "mkdocs.yml").read_text()
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -127,7 +128,7 @@ def test_the_picture_of_the_results_shows_what_the_tables_say():
     assert text == size_figure.draw(size_figure.dots())
     shown = json.loads(text[text.index("<metadata>") + 10 : text.index("</metadata>")])
     ours = {(dot["setting"], dot["mode"]): dot for dot in shown if not dot["published"]}
-    assert {setting for setting, _ in ours} == {"0.46M", "1.3M", "8M (B)", "42M (A)"}
+    assert {setting for setting, _ in ours} == {"0.46M", "1.3M", "2M", "4M", "8M (B)", "42M (A)"}
     rows = {(row["optimizer"], row["mode"]): row for row in size_figure.table("b-muon-adamw")}
     for mode in ("delay", "ef"):
         dot, row = ours["8M (B)", mode], rows["muon", mode]
@@ -149,6 +150,19 @@ def test_the_results_give_every_token_penalty_by_both_readings():
     rows = size_figure.penalty_rows()
     assert len(rows) == 9
     assert [row for row in rows if row not in page] == []
+
+
+def test_the_page_about_size_has_the_rows_that_are_computed():
+    page = (ROOT / "docs/results/size.md").read_text()
+    kinds = ("gap", "fit", "needed", "length", "rate")
+    rows = [row for kind in kinds for row in getattr(size_fit, f"{kind}_rows")()]
+    assert [row for row in rows if row not in page] == []
+    table = {(row["size"], row["mode"]): row for row in size_fit.table("ladder")}
+    for (size, mode), row in table.items():
+        if mode != "sync":  # the study's own table says the same
+            assert size_fit.interval(size_fit.gaps(size, mode)).value == pytest.approx(
+                float(row["gap"]), abs=1e-5
+            )
 
 
 def test_the_results_begin_with_one_picture_and_one_table_of_ten_rows():

@@ -241,6 +241,9 @@ class CheckpointSettings(Settings):
     best: bool = _output(
         False, "also keep the state with the lowest validation loss, saved when it is validated"
     )
+    remote: str | None = _output(
+        None, "a URL (s3://, gs://, file:///...) that gets a copy of every checkpoint, and is resumed from"
+    )
 
 
 class HealthSettings(Settings):

@@ -29,6 +29,7 @@ from slipstream.train.folder import Plan
 from slipstream.train.health import Best, Monitor
 from slipstream.train.master import TOKENIZER_FILE
 from slipstream.train.own_model import OwnModel
+from slipstream.train.remote import remote_of
 from slipstream.train.reporter import Position, Reporter
 from slipstream.train.resume import load_into
 from slipstream.train.sources import datasets
@@ -187,8 +188,9 @@ def _writer(
     root = folders.checkpoints(Path(config.run.dir))
     train = config.train
     return Writer(
-        root, plan.nonce, piece(position.rank), warn, leader, train.timeout_seconds, train.disk_seconds
-    )
+        root, plan.nonce, piece(position.rank), warn, leader, train.timeout_seconds, train.disk_seconds,
+        remote_of(config), plan.shared,
+    )  # fmt: skip
 
 
 def _open_records(

@@ -15,6 +15,7 @@ import os
 import platform
 import secrets
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ from slipstream.train import checkpoint, cutovers, provenance
 from slipstream.train.build import learning_rate
 from slipstream.train.claim import LOCK_FILE, refuse_foreign
 from slipstream.train.own_model import changed_description
+from slipstream.train.remote import Remote
+from slipstream.train.state import digest
 
 LOCK_PATIENCE_SECONDS = 10.0  # the workers of a killed launcher need a moment to notice
 
@@ -55,6 +58,8 @@ class Plan:
     stages: int | None = None  # asked for; an elastic run may have fewer at the moment
     lost_steps: int = 0  # done after `step` before the run was last heard of, and to be done again
     heard_of: float | None = None  # when that was
+    source_sha256: str = ""  # of the manifest of `source`, for machines that have a copy of it or need one
+    shared: bool = True  # all ranks see one run.dir
 
 
 @contextmanager
@@ -105,19 +110,33 @@ def lock(folder: Path) -> IO[str]:
 
 
 def plan(
-    folder: Path, config: Config, data_fingerprint: str, contents: Mapping[str, str] | None = None
+    folder: Path,
+    config: Config,
+    data_fingerprint: str,
+    contents: Mapping[str, str] | None = None,
+    remote: Remote | None = None,
 ) -> Plan:
     """Look at what the folder holds and decide. Call with the lock held. `contents`: of the data, by split."""
     notes: list[str] = []
     new = Plan(data_fingerprint=data_fingerprint, data_contents=dict(contents or {}))
     root = checkpoints(folder)
     checkpoint.sweep(root)
+    fetched = None if remote is None else remote.restore(folder, root, notes.append)
     found = checkpoint.newest_good(root, notes.append)
     if found is None:
         return _ended(folder, config, new) or _begin(folder, config, new, notes)
     path, manifest = found
     config = cutovers.with_cutover(config, _kept(manifest))
-    notes += _check_same_run(folder, config, manifest, new)
+    try:
+        notes += _check_same_run(folder, config, manifest, new)
+    except UserError as error:
+        if fetched is None or remote is None:
+            raise
+        shutil.rmtree(fetched)
+        (folder / EVENTS_FILE).unlink(missing_ok=True)
+        raise UserError(
+            f"{error}\nIt came from checkpoint.remote = '{remote.url}': one URL is for one run."
+        ) from None
     step, offset, every = manifest.step, manifest.says("data_offset", int), config.train.eval_every
     had = from_tree(manifest.says("config", dict)).train
     # A run that train.patience ended is finished until that, or its length, is changed.
@@ -130,10 +149,13 @@ def plan(
         cut = cut_back(folder, step, again=("validation", "sample") if trained else ())
     due = bool(every) and step % every == 0 and not trained
     missed = due and not has_event(folder, "validation", step)
+    if remote is not None and not finished:
+        remote.catch_up(path, new.nonce)
     return replace(
         new,
         step=step,
         source=str(path),
+        source_sha256=digest(path / "manifest.json").sha256,
         finished=finished,
         data_offset=offset,
         notes=notes,

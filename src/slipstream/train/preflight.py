@@ -15,6 +15,7 @@ from slipstream.config.resolve import overridable
 from slipstream.data.shards import read_meta
 from slipstream.errors import UserError, install
 from slipstream.models.config_json import read_config, read_described, require_transformers
+from slipstream.train import url
 from slipstream.train.claim import refuse_foreign
 from slipstream.train.sources import data_folder, datasets
 
@@ -93,6 +94,8 @@ def check(config: Config) -> None:
             check_place(key, place)
     if config.model.hf is not None:
         require_transformers()
+    if config.checkpoint.remote is not None and config.checkpoint.keep:
+        url.check(config.checkpoint.remote)
     if config.data.path is not None:
         datasets(config, data_folder(config))
 

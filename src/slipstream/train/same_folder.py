@@ -19,6 +19,21 @@ LOOK_SECONDS = 0.05
 
 def require_one(board: Board, position: Position, folder: Path, word: str, timeout_seconds: float) -> None:
     """Every rank raises the same error where one of them sees another folder than the leader's."""
+    blind, host = blind_ranks(board, position, folder, word, timeout_seconds)
+    if blind:
+        more = f" and {len(blind) - 4} more" if len(blind) > 4 else ""
+        raise UserError(
+            f"run.dir '{folder}' is not one folder for all ranks: {', '.join(blind[:4])}{more} cannot see what rank 0 "
+            f"on {host} writes there. Set run.dir to a folder on a file system that all machines share, "
+            "checkpoint.remote to a place that all of them reach (s3://..., file:///...), or checkpoint.keep=0 for a "
+            "run that saves nothing."
+        )
+
+
+def blind_ranks(
+    board: Board, position: Position, folder: Path, word: str, timeout_seconds: float
+) -> tuple[list[str], str]:
+    """Who sees another folder than the leader's; and the leader's host. All ranks get the same answer."""
     patience = min(
         PATIENCE_SECONDS, timeout_seconds / 2
     )  # the others wait for the answer, and not for longer
@@ -35,13 +50,7 @@ def require_one(board: Board, position: Position, folder: Path, word: str, timeo
         if position.leader:
             mark.unlink(missing_ok=True)
     blind = [f"rank {rank} on {found[rank]['host']}" for rank in ranks if not found[rank]["sees"]]
-    if blind:
-        more = f" and {len(blind) - 4} more" if len(blind) > 4 else ""
-        raise UserError(
-            f"run.dir '{folder}' is not one folder for all ranks: {', '.join(blind[:4])}{more} cannot see what rank 0 "
-            f"on {found[0]['host']} writes there. Set run.dir to a folder on a file system that all machines share, or "
-            "checkpoint.keep=0 for a run that saves nothing."
-        )
+    return blind, found[0]["host"]
 
 
 def _appears(mark: Path, seconds: float) -> bool:

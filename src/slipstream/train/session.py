@@ -29,6 +29,7 @@ from slipstream.train.assemble import assemble, position_of
 from slipstream.train.board import Board, beating
 from slipstream.train.elastic import fitted
 from slipstream.train.folder import Plan
+from slipstream.train.remote import remote_of
 from slipstream.train.reporter import Position
 from slipstream.train.sources import data_folder, datasets
 from slipstream.train.trainer import Outcome, train
@@ -61,8 +62,7 @@ def run_rank(
                     closing.say_finished(config, plan.step)
                 return {"step": plan.step, "reason": "finished", "validation_loss": None}
             if started_by_torchrun() and world is not None and config.checkpoint.keep > 0:
-                folder, timeout = Path(config.run.dir), config.train.timeout_seconds
-                same_folder.require_one(own_board, position, folder, plan.nonce, timeout)
+                plan = _with_folders(config, position, plan, own_board)
             config = cutovers.decided(config, plan.cutover)
             outcome = _attempt(config, world, position, data, plan, own_board, asked, command)
             if outcome.reason != "rollback":
@@ -128,15 +128,18 @@ def _agree_on_plan(
     """The leader decides; the others take its word."""
     folder = Path(config.run.dir)
     if position.leader:
+        remote = remote_of(config)
         try:
             if rolled is None:
                 held.enter_context(folders.lock(folder))
             train_data, valid_data = datasets(config, data)
             if rolled is not None:
                 checkpoint.forget_from(folders.checkpoints(folder), rolled.failed_at)
+                if remote is not None:
+                    remote.forget_from(rolled.failed_at)
             with beating(board, "planning"):  # large checkpoints, and new data, take a while
                 contents = {"training": train_data.contents(), "validation": valid_data.contents()}
-                plan = folders.plan(folder, asked_for, train_data.fingerprint(), contents)
+                plan = folders.plan(folder, asked_for, train_data.fingerprint(), contents, remote)
                 notes = cutovers.waits(cutovers.decided(config, plan.cutover))
                 stages = asked_for.pipeline.stages
                 plan = dataclasses.replace(plan, notes=(*plan.notes, *notes), stages=stages)
@@ -156,6 +159,21 @@ def _agree_on_plan(
     if "error" in answer:
         raise UserError(answer["error"])
     return Plan(**answer)
+
+
+def _with_folders(config: Config, position: Position, plan: Plan, board: Board) -> Plan:
+    """On several machines: one run.dir for all, or a place between them that the checkpoint is fetched from."""
+    folder, timeout = Path(config.run.dir), config.train.timeout_seconds
+    remote = remote_of(config)
+    if remote is None:
+        same_folder.require_one(board, position, folder, plan.nonce, timeout)
+        return plan
+    blind, _ = same_folder.blind_ranks(board, position, folder, plan.nonce, timeout)
+    if blind and not position.leader:
+        folder.mkdir(parents=True, exist_ok=True)
+        if plan.source is not None and not plan.forked:
+            remote.bring(Path(plan.source), plan.source_sha256)
+    return dataclasses.replace(plan, shared=not blind)
 
 
 @contextmanager

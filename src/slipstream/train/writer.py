@@ -23,11 +23,13 @@ from safetensors import SafetensorError
 from slipstream.errors import CheckpointError
 from slipstream.metrics.append import MOMENTARY
 from slipstream.train import checkpoint
+from slipstream.train.remote import Copy, Remote
 from slipstream.train.state import Digest, Snapshot, digest, sync, write_piece
 
 POLL_SECONDS = 0.02
 RETRY_SECONDS = 0.5
 CLOSING_SECONDS = 1.0
+PIECE_FILES = (".safetensors", ".json")  # in the order of writing: a .json says that the piece is whole
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Writer:
     leader: Leader | None = None
     timeout_seconds: float = 600.0
     disk_seconds: float = 0.0  # how long a full disk is tried again
+    remote: Remote | None = None  # a copy of every checkpoint
+    shared: bool = True  # all ranks see one `root`; else pieces come to the leader by way of the copy
     # One snapshot may wait while another is written; a third holds up the loop rather than fill the memory.
     _jobs: queue.Queue = field(default_factory=lambda: queue.Queue(maxsize=1))
     _thread: threading.Thread | None = None
@@ -122,13 +126,16 @@ class Writer:
 
     def _save(self, step: int, given: Snapshot | dict[str, Any], meta: dict[str, Any]) -> None:
         tree: dict[str, Any] = given.complete() if isinstance(given, Snapshot) else given
-        draft = checkpoint.draft_of(self.root, step, self.nonce)
+        # What is handed in is written in a place of its own: the leader may be on the same machine.
+        apart = f"-{self.piece}" if self.leader is None and not self.shared else ""
+        draft = checkpoint.draft_of(self.root, step, self.nonce + apart)
         try:
             files = self._patiently(step, lambda: self._write(draft, tree))
             if self.leader is None:
                 sync(draft)
+                self._hand_in(step, draft)
                 return
-            files |= self._gather(draft, self.leader)
+            files |= self._gather(step, draft, self.leader)
             if not self.leader.logged(step, self.timeout_seconds):
                 raise CheckpointError(f"The log did not reach step {step} in {self.timeout_seconds:g} s.")
             nonce, pieces = self.nonce, self.leader.pieces
@@ -136,13 +143,33 @@ class Writer:
                 step, lambda: checkpoint.commit(self.root, step, nonce, pieces, files, meta)
             )
         except (OSError, CheckpointError) as error:
-            self._give_up(draft, error)
+            self._give_up(step, draft, error)
             raise error if isinstance(error, CheckpointError) else CheckpointError(f"{error}.") from error
         self.leader.committed(step, path)
         try:
             checkpoint.retain(self.root, self.leader.keep, self.leader.protected())
         except OSError as error:
             self.failed(step, f"An older checkpoint could not be removed: {error}. Remove it by hand.")
+        if self.remote is not None:
+            try:
+                self._copy(step, path, self.remote, self.leader)
+            except CheckpointError as error:
+                self.failed(
+                    step, f"The checkpoint of step {step} has no copy: {error} The one on disk is whole."
+                )
+
+    def _copy(self, step: int, path: Path, remote: Remote, leader: Leader) -> None:
+        copy, own = Copy(step, self.nonce), [self.piece] if not self.shared else leader.pieces
+        remote.send(copy, *(path / f"{piece}{kind}" for piece in own for kind in PIECE_FILES))
+        remote.complete(copy, path, self.timeout_seconds, self._closed.is_set)
+        remote.retain(leader.keep, leader.protected())
+
+    def _hand_in(self, step: int, draft: Path) -> None:
+        """To a leader on another machine; nothing of it is needed here then."""
+        if self.remote is None or self.shared:
+            return
+        self.remote.send(Copy(step, self.nonce), *(draft / f"{self.piece}{kind}" for kind in PIECE_FILES))
+        shutil.rmtree(draft)
 
     def _write(self, draft: Path, tree: dict[str, Any]) -> dict[str, Digest]:
         if not self.root.parent.is_dir():  # made again, it would hold nothing but this
@@ -175,7 +202,7 @@ class Writer:
                     told = True
                 self._closed.wait(RETRY_SECONDS)
 
-    def _gather(self, draft: Path, leader: Leader) -> dict[str, Digest]:
+    def _gather(self, step: int, draft: Path, leader: Leader) -> dict[str, Digest]:
         """Wait for the other ranks' pieces; their .json appears, whole, when the piece is on disk."""
         files: dict[str, Digest] = {}
         seconds = self.timeout_seconds + self.disk_seconds  # another rank may be waiting for room
@@ -183,6 +210,7 @@ class Writer:
         for piece in leader.pieces:
             text, failure = draft / f"{piece}.json", draft / f"{piece}.failed"
             while not text.exists():
+                self._fetch(step, draft, piece)
                 if failure.exists():
                     raise CheckpointError(failure.read_text(encoding="utf-8"))
                 if self._closed.is_set() or time.monotonic() > deadline:
@@ -193,12 +221,26 @@ class Writer:
             files[text.name] = digest(text)
         return files
 
-    def _give_up(self, draft: Path, error: Exception) -> None:
+    def _fetch(self, step: int, draft: Path, piece: str) -> None:
+        """From a rank on another machine: its piece, or why there is none."""
+        if self.remote is None or self.shared:
+            return
+        copy = Copy(step, self.nonce)
+        if self.remote.has(copy, f"{piece}.failed"):
+            self.remote.fetch_file(copy, f"{piece}.failed", draft)
+        elif self.remote.has(copy, f"{piece}.json"):
+            for kind in PIECE_FILES:
+                self.remote.fetch_file(copy, f"{piece}{kind}", draft)
+
+    def _give_up(self, step: int, draft: Path, error: Exception) -> None:
         if self.leader is not None:
             shutil.rmtree(draft, ignore_errors=True)
             return
-        with contextlib.suppress(OSError):
-            (draft / f"{self.piece}.failed").write_text(str(error), encoding="utf-8")
+        note = draft / f"{self.piece}.failed"
+        with contextlib.suppress(OSError, CheckpointError):
+            note.write_text(str(error), encoding="utf-8")
+            if self.remote is not None and not self.shared:
+                self.remote.send(Copy(step, self.nonce), note)
 
 
 def is_momentary(error: BaseException | None) -> bool:
