@@ -267,6 +267,7 @@ def beside_torch(world, groups=3, scale_grads=True):
     found = []
     for group in range(groups):
         x, y = tiny.batch(group)
+        x = x.contiguous()  # torch 2.11 takes no other
         row = []
         for schedule in (theirs, ours):
             losses = []
@@ -276,6 +277,7 @@ def beside_torch(world, groups=3, scale_grads=True):
         optimizer.zero_grad()
         found.append(row)
     x, y = tiny.batch(99)
+    x = x.contiguous()
     evaluated = [
         schedule.eval(*((x,) if first else ()), **({"target": y} if last else {}))
         for schedule in (theirs, ours)

@@ -13,11 +13,13 @@ from tests.train.conftest import TINY, make_data
 from slipstream.config import load
 from slipstream.data.shards import write_shard
 from slipstream.errors import UserError
+from slipstream.train import preflight
 from slipstream.train.preflight import cpu_only, prepare
 
 REFUSED = {
     "train.stpes=3": "There is no key",
     "train.trackers=wandb": "train.trackers names wandb, which is not installed. Install it",
+    "checkpoint.remote=nowhere://x": "checkpoint.remote = 'nowhere://x' cannot be used",
     "data.path=/nowhere": "data.path /nowhere is not a folder",
     "data.sequence=1000000": "too few for a sequence of 1000000",
     "model.init_from=/nowhere": "/nowhere does not exist. Name the folder of a model",
@@ -52,6 +54,16 @@ def test_refused_without_torch_and_without_a_folder(tmp_path):
         assert words in " ".join(said.split()), override
         assert not torch_is_there, override
     assert not (tmp_path / "run").exists()
+
+
+def test_torchs_schedules_mask_documents_from_a_version_on(tmp_path, monkeypatch):
+    settings = ["pipeline.schedule=1f1b", "pipeline.stages=2", "data.mask_documents=true"]
+    given = load(None, [*TINY, f"run.dir={tmp_path / 'run'}", *settings])
+    monkeypatch.setattr(preflight, "version", lambda name: "2.13.0+cpu")
+    preflight.check(given)
+    monkeypatch.setattr(preflight, "version", lambda name: "2.12.1")
+    with pytest.raises(UserError, match="needs torch 2.13"):
+        preflight.check(given)
 
 
 def test_the_banner_needs_no_torch_and_names_what_matters(tmp_path):

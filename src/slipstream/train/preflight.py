@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 from slipstream.config import Config, resolve
 from slipstream.config.objects import check_place
 from slipstream.config.resolve import overridable
+from slipstream.config.settings import SYNCHRONOUS
 from slipstream.data.shards import read_meta
 from slipstream.errors import UserError, install
 from slipstream.models.config_json import read_config, read_described, require_transformers
@@ -84,6 +86,11 @@ def check(config: Config) -> None:
             "train.device = 'cuda', and the torch that is installed was built without GPUs. Set train.device=cpu, or "
             "install another torch."
         )
+    if config.pipeline.schedule in SYNCHRONOUS and config.data.mask_documents and torch_release() < (2, 13):
+        raise UserError(
+            f"data.mask_documents with pipeline.schedule={config.pipeline.schedule} needs torch 2.13 or later: before, "
+            "torch's schedules pass no whole numbers from stage to stage. Use pipeline.schedule=2bw, or another torch."
+        )
     named = {
         "model.module": config.model.module,
         "data.module": config.data.module,
@@ -98,6 +105,12 @@ def check(config: Config) -> None:
         url.check(config.checkpoint.remote)
     if config.data.path is not None:
         datasets(config, data_folder(config))
+
+
+def torch_release() -> tuple[int, int]:
+    """(2, 13) of 2.13.0+cpu, without importing it."""
+    major, minor = version("torch").split(".")[:2]
+    return int(major), int(minor)
 
 
 def cpu_only() -> bool:
