@@ -1,32 +1,39 @@
 """The picture of docs/results: Muon's gap against the size of the model, and token penalties by both readings.
 
-Everything is read from the tables of docs/results, of which `slipstream study table` makes all but `published.csv`.
+Everything is read from the tables of docs/results, of which `slipstream study table` makes all but `published.csv` and
+`ladder-log.csv`, final losses that only a log kept. Gaps grow from a hundredth to a quarter, so the upper part of their
+axis is logarithmic: asinh(gap / 0.01).
 
     python tools/size_figure.py        draws docs/figures/gap-against-size.svg and prints the rows of net_gain.md
 """
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+from size_fit import RESULTS, gaps, table
+
+from slipstream.study.statistics import interval
+
 FIGURE = RESULTS.parent / "figures" / "gap-against-size.svg"
 # study, what picks its rows, name of the setting
 OURS = (
     ("cpu-size", {"size": "0.5M"}, "0.46M"),
     ("cpu-size", {"size": "1M"}, "1.3M"),
-    ("b-muon-adamw", {"optimizer": "muon"}, "8M (B)"),
+    ("ladder", {"size": "2M"}, "2M"),
+    ("ladder", {"size": "4M"}, "4M"),
+    ("b-muon-adamw", {"optimizer": "muon"}, "8M (B)"),  # the ladder's 8M are three of these five seeds
     ("a-cutover", {"optimizer": "muon"}, "42M (A)"),
 )
 MODES = {"delay": "one update of delay", "ef": "with error feedback", "ef 1/3": "and only a third of it old"}
 COLOURS = {"delay": "#c51b7d", "ef": "#2166ac", "ef 1/3": "#1b7837"}
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 400, 64, 76, 20, 66
-SIZES, GAPS = (2.5e5, 2.2e10), (-0.03, 0.09)
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 900, 440, 64, 78, 20, 66
+SIZES, GAPS, KNEE = (3.6e5, 1.4e10), (-0.032, 0.35), 0.01
+TICKS = (-0.03, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
+LADDER = ("2M", "4M", "8M (B)")  # joined by a line: the same tokens per parameter, batch and text
 
 
 @dataclass(frozen=True)
@@ -41,11 +48,7 @@ class Dot:
     low: float | None
     high: float | None
     published: bool
-
-
-def table(name: str) -> list[dict[str, str]]:
-    with (RESULTS / f"{name}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    logged: bool = False  # its losses are a log's
 
 
 def dots() -> list[Dot]:
@@ -57,12 +60,21 @@ def dots() -> list[Dot]:
                 around = (_number(row["gap_low"]), _number(row["gap_high"]))
                 gap = float(row["gap"])
                 found.append(Dot(setting, row["mode"], size, tokens / size, gap, *around, published=False))
+        if study == "b-muon-adamw":
+            found.append(_logged(setting, size, tokens / size))
     for row in table("published"):
         if row["gap"]:
             size, ratio = float(row["parameters"]), float(row["tokens_per_parameter"])
             gap = float(row["gap"])
             found.append(Dot(row["model"], row["mode"], size, ratio, gap, None, None, published=True))
     return found
+
+
+def _logged(setting: str, size: float, ratio: float) -> Dot:
+    """The ladder's third at 8M, whose records were not kept."""
+    gap = interval(gaps("8M", "ef 1/3"))
+    assert gap.interval is not None
+    return Dot(setting, "ef 1/3", size, ratio, gap.value, *gap.interval, published=False, logged=True)
 
 
 def _size(study: str, wanted: dict[str, str]) -> tuple[float, float]:
@@ -133,15 +145,15 @@ def draw(found: list[Dot]) -> str:
         _text(LEFT, 22, "Muon: how much higher the final validation loss is than without delay", size=14),
     ]
     for number, (mode, label) in enumerate(MODES.items()):
-        parts += [_mark(LEFT + 8 + 180 * number, 44, COLOURS[mode], published=False)]
+        parts += [_mark(LEFT + 8 + 180 * number, 44, COLOURS[mode])]
         parts += [_text(LEFT + 20 + 180 * number, 48, label)]
     parts += [_mark(LEFT + 8 + 545, 44, "#555", published=True), _text(LEFT + 565, 48, "published")]
-    parts += [_text(LEFT, 66, "Bars: 95 % intervals over paired seeds (3, 3, 5, 3).", colour="#555", size=11)]
-    for hundredths in range(-2, 9, 2):
-        y, colour = _y(hundredths / 100), "#888" if hundredths == 0 else "#e4e4e4"
+    bars = "Bars: 95 % intervals over three paired seeds (five at 8M). Lines: equal batch and text."
+    parts += [_text(LEFT, 66, f"{bars} Open circle: three final losses from a log.", colour="#555", size=11)]
+    for tick in TICKS:
+        y, colour = _y(tick), "#e4e4e4" if tick else "#888"
         parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="{colour}"/>')
-        label = f"{hundredths / 100:+.2f}" if hundredths else "0"
-        parts.append(_text(LEFT - 8, y + 4, label, anchor="end"))
+        parts.append(_text(LEFT - 8, y + 4, f"{tick:+.2f}" if tick else "0", anchor="end"))
     for setting in dict.fromkeys(dot.setting for dot in found):
         one = next(dot for dot in found if dot.setting == setting)
         parts.append(_text(_x(one.parameters), HEIGHT - BOTTOM + 18, setting, anchor="middle"))
@@ -149,20 +161,31 @@ def draw(found: list[Dot]) -> str:
         parts.append(_text(_x(one.parameters), HEIGHT - BOTTOM + 34, ratio, anchor="middle", colour="#555"))
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(_text(middle, HEIGHT - 10, "parameters; below them, tokens per parameter", anchor="middle"))
+    for mode in MODES:
+        joined = [dot for dot in found if dot.mode == mode and dot.setting in LADDER]
+        corners = "L".join(f"{_place(dot):.1f} {_y(dot.gap):.1f}" for dot in joined)
+        parts.append(f'<path d="M{corners}" fill="none" stroke="{COLOURS[mode]}" stroke-opacity="0.4"/>')
     for dot in found:
-        x = _x(dot.parameters) + 11 * (list(MODES).index(dot.mode) - 0.5)
+        x = _place(dot)
         if dot.low is not None and dot.high is not None:
             ends = f"M{x:.1f} {_y(dot.low):.1f}V{_y(dot.high):.1f}"
             parts.append(f'<path d="{ends}" stroke="{COLOURS[dot.mode]}" stroke-width="2"/>')
-        parts.append(_mark(x, _y(dot.gap), COLOURS[dot.mode], dot.published))
+        parts.append(_mark(x, _y(dot.gap), COLOURS[dot.mode], dot.published, dot.logged))
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _mark(x: float, y: float, colour: str, published: bool) -> str:
+def _mark(x: float, y: float, colour: str, published: bool = False, logged: bool = False) -> str:
     if published:
         shape = f"M{x:.1f} {y - 6:.1f}l6 6l-6 6l-6 -6z"
         return f'<path d="{shape}" fill="#fff" stroke="{colour}" stroke-width="2"/>'
+    if logged:
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#fff" stroke="{colour}" stroke-width="2"/>'
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"/>'
+
+
+def _place(dot: Dot) -> float:
+    """Its x; the modes of one size stand beside each other."""
+    return _x(dot.parameters) + 10 * (list(MODES).index(dot.mode) - 1)
 
 
 def _x(parameters: float) -> float:
@@ -171,7 +194,8 @@ def _x(parameters: float) -> float:
 
 
 def _y(gap: float) -> float:
-    return TOP + (GAPS[1] - gap) / (GAPS[1] - GAPS[0]) * (HEIGHT - TOP - BOTTOM)
+    low, high, here = (math.asinh(value / KNEE) for value in (*GAPS, gap))
+    return TOP + (high - here) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
 
 def _text(

@@ -1,5 +1,7 @@
 """Jobs for worker processes: the engine on real ranks, over the tiny models."""
 
+from unittest import mock
+
 import torch
 from torch.distributed.pipelining import PipelineStage
 
@@ -270,3 +272,28 @@ def _gpu_step(world, schedule, group):
     last = world.rank == world.size - 1
     schedule.step(*((x,) if world.rank == 0 else ()), **({"target": y, "losses": found} if last else {}))
     return [loss.item() for loss in found]
+
+
+def tied_gradients(world, groups=3):
+    """Of every tied weight's all-reduce, whether what travels is a gradient itself."""
+    from slipstream.pipeline.mesh import Mesh, TieGroup
+
+    held, found = set(), []
+    tie, all_reduce = Mesh.tie, TieGroup.all_reduce
+
+    def noted(self, grads):
+        held.update(grad.data_ptr() for grad in grads if grad is not None)
+        yield from tie(self, grads)
+        held.clear()
+
+    def travels(self, tensor):
+        found.append(tensor.data_ptr() in held)
+        yield from all_reduce(self, tensor)
+
+    with mock.patch.object(Mesh, "tie", noted), mock.patch.object(TieGroup, "all_reduce", travels):
+        schedule = build(world)
+        for group in range(groups):
+            step(world, schedule, group)
+        schedule.drain()
+    schedule.close()
+    return found

@@ -48,3 +48,11 @@ def test_a_plain_master_takes_two_bytes_more_and_a_copy_of_itself_in_the_step(po
 def test_the_planner_knows_the_sizes_of_the_engine():
     assert (memory.BUCKET_ELEMENTS, memory.MOST_BUCKETS) == (compact.BUCKET_ELEMENTS, compact.MOST_BUCKETS)
     assert gradients.AT_ONCE_BYTES == memory.AT_ONCE_BYTES
+
+
+def test_the_gradient_of_a_tied_weight_travels_itself(pool):
+    """A copy would be there for as long as the last stage waits for the first one's."""
+    first, last = pool.run("pipeline.jobs:tied_gradients", ranks=2)
+    assert len(first) == len(last) == 3
+    assert all(first)
+    assert all(last)

@@ -62,7 +62,7 @@ def test_torchs_schedules_mask_documents_from_a_version_on(tmp_path, monkeypatch
     monkeypatch.setattr(preflight, "version", lambda name: "2.13.0+cpu")
     preflight.check(given)
     monkeypatch.setattr(preflight, "version", lambda name: "2.12.1")
-    with pytest.raises(UserError, match="needs torch 2.13"):
+    with pytest.raises(UserError, match=r"needs torch 2\.13"):
         preflight.check(given)
 
 

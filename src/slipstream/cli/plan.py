@@ -55,9 +55,7 @@ def plan(
     bandwidth: Annotated[float | None, typer.Option(help="GB/s per device between nodes.")] = None,
     jitter: Annotated[float, typer.Option(help="Relative standard deviation of every duration.")] = 0.0,
     float32: Annotated[bool, typer.Option(help="Banks and activations in fp32.")] = False,
-    narrow: Annotated[
-        bool, typer.Option(help="Sums of gradients and Muon's momentum in bf16, whose loss is not measured.")
-    ] = False,
+    narrow: Annotated[bool, typer.Option(help="Sums of gradients and Muon's momentum in bf16.")] = False,
     penalty: Annotated[Path | None, typer.Option(help="Your own token penalty table (JSON).")] = None,
     profile: Annotated[bool, typer.Option(help="Time this machine's device and link first.")] = False,
     profile_file: Annotated[

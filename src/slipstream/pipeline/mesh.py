@@ -185,7 +185,7 @@ class Mesh(Peers):
         for name, indices in sorted(self._ties.items()):
             total = sum_present([grads[index] for index in indices])
             if name in self._tie_groups and not (self.sharded and indices[0] not in self.owned):
-                total = self._present(grads, indices[0]) if total is None else total.clone()
+                total = self._present(grads, indices[0]) if total is None else total  # it travels itself
                 yield from self._tie_groups[name].all_reduce(total)
             assign_tied(total, grads, indices)
 

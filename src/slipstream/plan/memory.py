@@ -112,23 +112,30 @@ def weights_memory(
     on_matrices, on_others = state_bytes(optimizer)
     if optimizer == "muon":
         on_matrices = precision.momentum
+    # A tensor has one owner: the rank of the largest, an embedding or a head, has no more than its share in elements,
+    # and more than that in state.
+    owned = max(parameters / shards, min(largest, parameters))
+    owned_others = (
+        min(others, owned) if 0 < largest <= others and shards > 1 else others * owned / max(parameters, 1)
+    )
     separate = precision.bank != precision.master
     extrapolates = asynchronous and correction in EXTRAPOLATES
     compact = fresh and is_compact(optimizer, correction, precision)
     # Two moments compete: the old bank is not dead yet and the next is there; gradients wait.
-    third = precision.bank / shards if asynchronous and fresh and extrapolates else 0.0
-    waits = precision.gradient / shards if asynchronous and waiting else 0.0
+    part = owned / parameters if parameters else 1.0
+    third = precision.bank * part if asynchronous and fresh and extrapolates else 0.0
+    waits = precision.gradient * part if asynchronous and waiting else 0.0
     if asynchronous:
         banks = 2 * precision.bank + (third if third > waits else 0.0)
     else:
         banks = precision.bank if separate else 0  # the master itself is read
-    z_g = precision.master * parameters / shards if extrapolates and separate else 0.0
+    z_g = precision.master * owned if extrapolates and separate else 0.0
     return StageMemory(
         banks=banks * parameters,
-        master=(precision.master - (precision.bank if compact else 0)) * parameters / shards,
+        master=(precision.master - (precision.bank if compact else 0)) * owned,
         gradients=(precision.gradient + (waits if waits >= third else 0.0)) * parameters,
-        state=(on_matrices * matrices + on_others * others) / shards,
-        transient=_bucket(parameters / shards, largest, optimizer, precision) if compact else z_g,
+        state=on_matrices * (owned - owned_others) + on_others * owned_others,
+        transient=_bucket(owned, largest, optimizer, precision) if compact else z_g,
         correction=precision.master * parameters if asynchronous and paper_form else 0.0,
     )
 

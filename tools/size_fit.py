@@ -1,0 +1,214 @@
+"""How the gap of one update of delay scales with the model: the figures of docs/results/size.md.
+
+The gap of each seed of the ladder (20 tokens per parameter) is its loss less the synchronous loss of the same seed.
+The fit is a straight line by least squares through all seeds,
+
+    ln gap = ln a - b ln(parameters),    so that gap = a parameters^-b,
+
+with t-intervals. Three sizes leave one degree of freedom to test the line against: `bend` is how many standard errors
+they lie off it, by the spread between seeds alone (95 % would be within 2.4).
+
+Read are the tables of docs/results and `ladder-log.csv`: final losses of runs whose records were not kept.
+
+    python tools/size_fit.py        prints the tables of size.md
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+from slipstream.study.penalty import mean_penalty, penalty_of_gap, token_penalty
+from slipstream.study.results import Result, read_export
+from slipstream.study.statistics import Estimate, interval, t_quantile
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+NAMES = {"delay": "delay", "ef": "error feedback", "ef 1/3": "a third of it old"}
+SIZES = ("2M", "4M", "8M")
+LARGER = (("360M", 360e6), ("10B", 10e9))
+
+
+def table(name: str) -> list[dict[str, str]]:
+    with (RESULTS / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@cache
+def runs() -> Mapping[str, Result]:
+    return {run.run: run for run in read_export(RESULTS / "ladder.jsonl.gz")}
+
+
+def losses(size: str, mode: str) -> dict[str, float]:
+    """Final loss by seed of the whole runs, each row's rate being the one that was chosen for it."""
+    rows = [row for row in table("ladder-runs") if (row["size"], row["mode"]) == (size, mode)]
+    return {row["seed"]: float(row["loss"]) for row in rows if not row["tuning"]} or logged(size, mode)
+
+
+def logged(size: str, mode: str) -> dict[str, float]:
+    rows = [row for row in table("ladder-log") if (row["size"], row["mode"]) == (size, mode)]
+    longest = max((int(row["updates"]) for row in rows), default=0)
+    return {row["seed"]: float(row["loss"]) for row in rows if int(row["updates"]) == longest}
+
+
+def synchronous(size: str) -> dict[str, Result]:
+    rows = [row for row in table("ladder-runs") if (row["size"], row["mode"]) == (size, "sync")]
+    return {row["seed"]: runs()[row["run"]] for row in rows if not row["tuning"]}
+
+
+def gaps(size: str, mode: str) -> list[float]:
+    reference = losses(size, "sync")
+    return [loss - reference[seed] for seed, loss in losses(size, mode).items()]
+
+
+def parameters(size: str) -> float:
+    return synchronous(size)["0"].parameters
+
+
+def slope(size: str) -> float:
+    """How far the final synchronous loss of seed 0 falls per e-fold of tokens, from a quarter of the length."""
+    whole, (quarter, updates) = synchronous(size)["0"], quarter_loss(size, "sync")
+    return (quarter - losses(size, "sync")["0"]) / math.log(whole.steps / updates)
+
+
+def quarter_loss(size: str, mode: str) -> tuple[float, int]:
+    """The best of the grid at a quarter of the length, and its updates."""
+    rows = [
+        row for row in table("ladder-runs") if (row["size"], row["mode"]) == (size, mode) and row["tuning"]
+    ]
+    best = min(rows, key=lambda row: float(row["loss"]))
+    return float(best["loss"]), runs()[best["run"]].steps
+
+
+@dataclass(frozen=True)
+class Line:
+    """ln gap = intercept - exponent * ln(parameters)."""
+
+    exponent: float
+    half: float  # of the exponent's 95 % interval
+    middle: tuple[float, float]  # mean ln(parameters), mean ln(gap)
+    variance: float  # of a seed about the line
+    spread: float  # sum of squares of ln(parameters) about its mean
+    points: int
+    bend: float | None  # standard errors that the sizes lie off the line; None of two sizes
+
+    def at(self, size: float) -> tuple[float, float, float]:
+        """The gap on the line, and the 95 % interval of the line there."""
+        away = math.log(size) - self.middle[0]
+        value = self.middle[1] - self.exponent * away
+        error = math.sqrt(self.variance * (1 / self.points + away**2 / self.spread))
+        half = t_quantile(self.points - 2) * error
+        return math.exp(value), math.exp(value - half), math.exp(value + half)
+
+
+def fit(mode: str, sizes: Sequence[str]) -> Line:
+    points = [(math.log(parameters(size)), math.log(gap)) for size in sizes for gap in gaps(size, mode)]
+    x, y = (statistics.fmean(values) for values in zip(*points, strict=True))
+    spread = sum((a - x) ** 2 for a, _ in points)
+    falls = -sum((a - x) * (b - y) for a, b in points) / spread
+    squares = sum((b - y + falls * (a - x)) ** 2 for a, b in points)
+    variance = squares / (len(points) - 2)
+    bend = None
+    if len(sizes) > 2:
+        logs = [[math.log(gap) for gap in gaps(size, mode)] for size in sizes]
+        within = sum((value - statistics.fmean(one)) ** 2 for one in logs for value in one)
+        bend = math.sqrt((squares - within) / (within / (len(points) - len(sizes))))
+    half = t_quantile(len(points) - 2) * math.sqrt(variance / spread)
+    return Line(falls, half, (x, y), variance, spread, len(points), bend)
+
+
+def gap_rows() -> list[str]:
+    rows = []
+    for size in SIZES:
+        for mode, name in NAMES.items():
+            gap, references = interval(gaps(size, mode)), synchronous(size)
+            found = [
+                token_penalty(references[seed].validation, references[seed].loss or 0.0, loss)
+                for seed, loss in losses(size, mode).items()
+            ]
+            by_curve = mean_penalty([one for one in found if one is not None])
+            by_length = penalty_of_gap(gap, slope(size))
+            mark = " (log)" if not any(_whole(row, size, mode) for row in table("ladder-runs")) else ""
+            cells = [size, name + mark, _told(gap, "+.4f"), _told(by_curve, ".3f"), _told(by_length, ".3f")]
+            rows.append(_row(cells))
+    return rows
+
+
+def fit_rows() -> list[str]:
+    rows = []
+    for mode, name in NAMES.items():
+        for sizes in (SIZES, SIZES[:2], SIZES[1:]):
+            line = fit(mode, sizes)
+            around = f"{line.exponent:.2f} [{line.exponent - line.half:.2f}, {line.exponent + line.half:.2f}]"
+            bend = "–" if line.bend is None else f"{line.bend:.1f}"
+            told = [_predicted(*line.at(size)) for _, size in LARGER]
+            rows.append(_row([name, ", ".join(sizes), around, bend, *(told if sizes[-1] == "8M" else "––")]))
+    return rows
+
+
+def needed_rows() -> list[str]:
+    """The exponents that lead from our 8M to the published gaps, and from one of them to the other."""
+    published = {(row["model"], row["mode"]): _number(row["gap"]) for row in table("published")}
+    rows = []
+    for mode in ("delay", "ef"):
+        ours = statistics.fmean(gaps("8M", mode))
+        steps = [(parameters("8M"), ours), *((size, published[name, mode]) for name, size in LARGER)]
+        cells = [NAMES[mode], f"{ours:+.4f}"]
+        for (small, first), (large, second) in pairwise(steps):
+            told = f"{math.log(first / second) / math.log(large / small):.2f}" if first and second else "–"
+            cells += [f"{second:+.3f}", told]
+        rows.append(_row(cells))
+    return rows
+
+
+def length_rows() -> list[str]:
+    """Error feedback, seed 0: the gap at a quarter of the length, whose grid chose the rates, and at the whole."""
+    rows = []
+    for size in (*SIZES, "16M"):
+        (sync, updates), (late, _) = quarter_loss(size, "sync"), quarter_loss(size, "ef")
+        whole = ["not run", "–"]
+        if size in SIZES:
+            whole = [str(synchronous(size)["0"].steps), f"{gaps(size, 'ef')[0]:+.4f}"]
+        rows.append(_row([size, str(updates), f"{late - sync:+.4f}", *whole]))
+    return rows
+
+
+def rate_rows() -> list[str]:
+    """2M: the gaps to synchronous runs at twice the rate, which a quarter of the length would have chosen."""
+    reference = logged("2M", "sync")
+    told = {mode: [loss - reference[seed] for seed, loss in losses("2M", mode).items()] for mode in NAMES}
+    return [_row([NAMES[mode], _told(interval(values), "+.4f")]) for mode, values in told.items()]
+
+
+def _whole(row: Mapping[str, str], size: str, mode: str) -> bool:
+    return (row["size"], row["mode"], row["tuning"]) == (size, mode, "")
+
+
+def _number(text: str) -> float:
+    return float(text) if text else 0.0
+
+
+def _told(estimate: Estimate | None, form: str) -> str:
+    assert estimate is not None
+    assert estimate.interval is not None
+    low, high = (f"{end:{form.lstrip('+')}}" for end in estimate.interval)
+    return f"{estimate.value:{form}} [{low}, {high}]"
+
+
+def _predicted(*values: float) -> str:
+    value, low, high = ("<0.0001" if value < 5e-5 else f"{value:.4f}" for value in values)
+    return f"{value} [{low}, {high}]"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    for rows in (gap_rows(), fit_rows(), needed_rows(), length_rows(), rate_rows()):
+        print(*rows, "", sep="\n")
