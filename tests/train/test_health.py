@@ -14,6 +14,7 @@ from slipstream.errors import StageError
 from slipstream.metrics.events import read_run
 from slipstream.train import assemble, batches, checkpoint, health
 from slipstream.train.health import Monitor, checksum, divergence, fingerprint
+from slipstream.train.remote import Remote
 
 
 def test_a_spike_is_told_from_noise():
@@ -157,14 +158,21 @@ def test_a_rollback_over_ranks(runs, kind):
     together to the last one before it, and no group used since is used again."""
     every = 4 if kind == "nan" else 20
     steps = 20 if kind == "nan" else 32
+    url = f"file://{runs.folder}/copies"
     settings = [f"train.steps={steps}", f"checkpoint.every={every}"]
     groups = {5: "nan", 6: "nan"} if kind == "nan" else {22: "spike"}
     first = min(groups)
-    config = runs.config("run", *settings, *ROLLBACK, "pipeline.stages=2")
+    config = runs.config("run", *settings, *ROLLBACK, "pipeline.stages=2", f"checkpoint.remote={url}")
     outcome = runs.pool.run("train.jobs:poisoned_rank", config.model_dump(), groups, ranks=2, timeout=250)
     assert [rank["reason"] for rank in outcome] == ["finished", "finished"]
     assert runs.steps("run") == list(range(1, steps + 1))
     assert not any(event["skipped"] for event in runs.events("run", "step"))
+    on_disk = [
+        checkpoint.manifest(path).step for path in checkpoint.committed(runs.folder / "run/checkpoints")
+    ]
+    assert [
+        copy.step for copy in Remote(url).copies()
+    ] == on_disk  # of what it went back from there is no copy
     back = first // every * every
     (note,) = [event["message"] for event in runs.events("run", "warning") if "Rolled" in event["message"]]
     assert f"Rolled back to step {back} because of step {first + 1}; the data groups up to " in note

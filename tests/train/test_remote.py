@@ -96,13 +96,14 @@ def test_what_is_not_whole_is_no_copy_and_a_damaged_one_is_passed_over(tmp_path,
     assert "step 4 was fetched" in said[1]
 
 
-def test_a_rollback_forgets_copies_too(tmp_path, place):
+def test_what_a_rollback_forgets_has_no_copy_either(tmp_path, place):
+    """Also where no earlier copy is there: a start would fetch what the run went back from."""
     remote = Remote(place)
-    written(tmp_path / "run", remote, 4, 8, 12)
+    written(tmp_path / "run", None, 4)
+    written(tmp_path / "run", remote, 8, 12)
+    assert checkpoint.forget_from(tmp_path / "run/checkpoints", 8)
     remote.forget_from(8)
-    assert [copy.step for copy in remote.copies()] == [4]
-    remote.forget_from(1)  # nothing to go back to: as on disk
-    assert [copy.step for copy in remote.copies()] == [4]
+    assert list(remote.copies()) == []
 
 
 def test_a_checkpoint_without_a_copy_is_sent_later(tmp_path, place):

@@ -127,14 +127,16 @@ def _remove(root: Path, paths: Sequence[Path]) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def forget_from(root: Path, step: int) -> None:
-    """Remove the checkpoints of `step` and later, if there are earlier ones to go back to."""
+def forget_from(root: Path, step: int) -> bool:
+    """Remove the checkpoints of `step` and later, if there are earlier ones to go back to; whether there are."""
     found = committed(root)
     later = [path for path in found if _step(path) >= step]
-    if len(later) < len(found):
+    earlier = len(later) < len(found)
+    if earlier:
         _remove(root, later)
     if not (root / BEST).exists():  # it led to one of these
         (root / BEST).unlink(missing_ok=True)
+    return earlier
 
 
 def manifest(path: Path) -> Manifest:

@@ -141,11 +141,8 @@ class Remote:
         self._remove([copy for copy in self._attempts() if copy not in kept and copy.step <= newest])
 
     def forget_from(self, step: int) -> None:
-        """Remove the copies of `step` and later, if there are earlier ones to go back to."""
-        whole = list(self.copies())
-        later = [copy for copy in whole if copy.step >= step]
-        if len(later) < len(whole):
-            self._remove(later)
+        """Remove the copies of `step` and later."""
+        self._remove([copy for copy in self._attempts() if copy.step >= step])
 
     def _fetch(self, copy: Copy, root: Path) -> None:
         draft = root / f".draft-fetched-{copy.name}"

@@ -134,8 +134,10 @@ def _agree_on_plan(
                 held.enter_context(folders.lock(folder))
             train_data, valid_data = datasets(config, data)
             if rolled is not None:
-                checkpoint.forget_from(folders.checkpoints(folder), rolled.failed_at)
-                if remote is not None:
+                if (
+                    checkpoint.forget_from(folders.checkpoints(folder), rolled.failed_at)
+                    and remote is not None
+                ):
                     remote.forget_from(rolled.failed_at)
             with beating(board, "planning"):  # large checkpoints, and new data, take a while
                 contents = {"training": train_data.contents(), "validation": valid_data.contents()}
