@@ -134,10 +134,8 @@ def _agree_on_plan(
                 held.enter_context(folders.lock(folder))
             train_data, valid_data = datasets(config, data)
             if rolled is not None:
-                if (
-                    checkpoint.forget_from(folders.checkpoints(folder), rolled.failed_at)
-                    and remote is not None
-                ):
+                earlier = checkpoint.forget_from(folders.checkpoints(folder), rolled.failed_at)
+                if earlier and remote is not None:
                     remote.forget_from(rolled.failed_at)
             with beating(board, "planning"):  # large checkpoints, and new data, take a while
                 contents = {"training": train_data.contents(), "validation": valid_data.contents()}
