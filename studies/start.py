@@ -11,6 +11,7 @@ update, in bytes per parameter of the whole stage. Both ranks are on one GPU, ov
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from pathlib import Path
@@ -116,6 +117,7 @@ def start(world: World, model: str, sequence: int, from_meta: bool) -> dict:
                     parameter.normal_(std=0.02)
         return module
 
+    gc.collect()  # what the job before left in a circle
     peak(reset=True)
     module = whole(model, "meta" if from_meta else DEVICE)
     parameters = sum(p.numel() for p in module.parameters())
