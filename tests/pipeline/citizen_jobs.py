@@ -157,7 +157,7 @@ class Counted(nn.Module):
         return x
 
 
-def gathers(world, updates=6, microbatches=8, layers=4):
+def gathers(world, updates=6, microbatches=8, layers=4, cutover=8):
     """All-gathers of FSDP2 per update at one stage, in the long run; and the final weights."""
     mesh = init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("dp", "pp"))
     count = 0
@@ -170,7 +170,7 @@ def gathers(world, updates=6, microbatches=8, layers=4):
     stage = PipelineStage(Counted(layers), 0, 1, torch.device("cpu"), group=mesh["pp"].get_group())
     schedule = Schedule2BW(
         stage, microbatches, lambda output, target: (output - target).square().mean(), tiny.adamw, mesh=mesh["dp"],
-        prepare=prepare, timeout=60, cutover=microbatches,
+        prepare=prepare, timeout=60, cutover=cutover,
     )  # fmt: skip
     plain = {
         name: getattr(torch.distributed, name)

@@ -1,8 +1,13 @@
 """Jobs for worker processes: the engine on real ranks, over the tiny models."""
 
+import gc
+import os
+import time
 from unittest import mock
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
 from pipeline import tiny
@@ -295,5 +300,55 @@ def tied_gradients(world, groups=3):
         for group in range(groups):
             step(world, schedule, group)
         schedule.drain()
+    schedule.close()
+    return found
+
+
+def closed(world, count, fails):
+    """Schedules made one after another, used and closed, or refused by their optimizer; what is open after each."""
+    left = []
+
+    def refusing(module):
+        raise ValueError("no optimizer today")
+
+    gc.disable()  # else a collection might happen to come in time
+    try:
+        for group in range(count):
+            if fails:
+                with pytest.raises(ValueError, match="today"):
+                    build(world, optimizer=refusing)
+            else:
+                with build(world) as schedule:
+                    step(world, schedule, group)
+                del schedule
+                gc.collect()
+            dist.barrier()
+            deadline = time.monotonic() + 20  # what a failed schedule leaves is closed beside
+            now = _open()
+            while left and now > left[0] and time.monotonic() < deadline:
+                time.sleep(0.05)
+                now = _open()
+            left.append(now)
+    finally:
+        gc.enable()
+    schedule = build(world)  # and another can be made
+    step(world, schedule, 0)
+    schedule.close()
+    return left
+
+
+def _open():
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def beside_groups_of_ones_own(world, groups=3):
+    """The weights of a run in which rank 0 alone has made a group, as a user may."""
+    if world.rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    schedule = build(world)
+    for group in range(groups):
+        step(world, schedule, group)
+    schedule.drain()
+    found = weights(schedule)
     schedule.close()
     return found

@@ -10,13 +10,15 @@ from slipstream import Schedule2BW, UserError
 M, GROUPS = 4, 8
 
 
-def train(world, stages, mode, optimizer="adamw", tied=True, state=None, groups=range(GROUPS), **settings):
+def train(
+    world, stages, mode, optimizer="adamw", tied=True, state=None, groups=range(GROUPS), cuts=None, **settings
+):
     """Each data rank takes its half of every microbatch; returns losses, whole weights, state."""
     stage_index, data_rank = world.mesh(stages)
     degree = world.size // stages
     pipelines = [dist.new_group(list(range(d * stages, (d + 1) * stages))) for d in range(degree)]
     columns = [dist.new_group(list(range(s, world.size, stages))) for s in range(stages)]
-    module = tiny.Model(*tiny.cut(stage_index, stages), tied=tied)
+    module = tiny.Model(*(cuts[stage_index] if cuts else tiny.cut(stage_index, stages)), tied=tied)
     options = {}
     if mode == "fsdp":
         from torch.distributed.device_mesh import DeviceMesh

@@ -43,6 +43,17 @@ def test_muon_over_fsdp_equals_muon_alone(pool):
         assert (found[name] - weight).norm() / weight.norm() < 1e-6, name
 
 
+def test_muon_over_fsdp_where_the_last_stage_has_no_hidden_matrix(pool):
+    """It has nothing to exchange, and must not wait for a group that nobody else makes."""
+    head_alone = ((0, 3), (4, 4))
+    expected = whole(pool.run("pipeline.mesh_jobs:train", 2, "plain", "muon", cuts=head_alone, ranks=2))
+    found = whole(
+        pool.run("pipeline.mesh_jobs:train", 2, "fsdp", "muon", cuts=head_alone, ranks=4, timeout=200)
+    )
+    for name, weight in expected.items():
+        assert (found[name] - weight).norm() / weight.norm() < 1e-6, name
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_sharded_optimizer_equals_the_replicated_one(pool, optimizer):
     plain = pool.run("pipeline.mesh_jobs:train", 2, "plain", optimizer, ranks=4)

@@ -83,6 +83,12 @@ def test_weights_are_gathered_once_per_update(pool):
         assert counts[2:] == [4] * (len(counts) - 2)
 
 
+def test_weights_are_gathered_once_for_each_part_of_a_group(pool):
+    """The old part reads a bank and the fresh one the newest weights: four layers of each."""
+    for counts, _ in pool.run("pipeline.citizen_jobs:gathers", cutover=2, ranks=2):
+        assert counts[2:] == [8] * (len(counts) - 2)
+
+
 @pytest.fixture(scope="module")
 def eight():
     with RankPool(8) as ranks:

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from slipstream.models.sizes import preset
-from slipstream.plan.candidates import Fitter
+from slipstream.pipeline import mesh
+from slipstream.plan.candidates import TIE_BLOCKS, Fitter
 from slipstream.plan.devices import GIB, Cluster, find_device
 from slipstream.plan.layout import Job
 from slipstream.plan.memory import NARROW
@@ -94,5 +95,12 @@ def test_communicators_are_counted_for_links_and_for_data_ranks(stages, data_ran
     cut = planner.cut(shape)
     assert cut is not None
     device = planner.job.cluster.device
-    expected = links * device.link_bytes + (device.group_bytes if data_ranks > 1 else 0)
-    assert {rank.communicators for rank in planner.memory(shape, cut)} == {expected}
+    expected = [links * device.link_bytes + (device.group_bytes if data_ranks > 1 else 0)] * stages
+    if stages > 1:  # the embedding is tied to the head: the first and the last stage add up its gradients
+        expected[0] += TIE_BLOCKS * device.link_bytes
+        expected[-1] += TIE_BLOCKS * device.link_bytes
+    assert [rank.communicators for rank in planner.memory(shape, cut)] == expected
+
+
+def test_the_planner_counts_as_many_blocks_as_a_tied_weights_group_has():
+    assert TIE_BLOCKS == mesh.TIE_BLOCKS

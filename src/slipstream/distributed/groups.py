@@ -36,6 +36,7 @@ Way = Literal["forward", "backward"]  # from the stage before to the stage behin
 # room for whatever they wait for. Where a rank has a GPU to itself, NCCL chooses for collectives.
 LINK_CTAS = 1
 SHARED_GPU_CTAS = 2
+PROBE_ELEMENTS = (1, 1 << 22)  # a norm, a gradient
 
 
 def shares_gpus() -> bool:
@@ -174,13 +175,17 @@ class Groups:
         store, rank = self._place(name, ranks)
         return self._add(dist.ProcessGroupGloo(store, rank, len(ranks), timeout=self._timeout), ranks, "gloo")
 
-    def device(self, name: str, ranks: Sequence[int], link: Way | None = None) -> Group:
-        """A group that carries the device's tensors as the user's does; `link`: one direction between two stages.
+    def device(
+        self, name: str, ranks: Sequence[int], link: Way | None = None, blocks: int | None = None
+    ) -> Group:
+        """A group that carries the device's tensors as the user's does; `link`: one direction between two stages;
+        `blocks`: at most so many of one of its kernels, where NCCL is not to choose.
 
         It is connected when this returns: nothing is set up in the middle of a run.
         """
         if self.kind == "nccl":
-            made = self._add(self._nccl(name, ranks, link), ranks, "nccl")
+            most = LINK_CTAS if link else SHARED_GPU_CTAS if shares_gpus() else blocks
+            made = self._add(self._nccl(name, ranks, most), ranks, "nccl")
             self._connect(made, link)
             return made
         if self.kind == "gloo":
@@ -209,7 +214,7 @@ class Groups:
     def _place(self, name: str, ranks: Sequence[int]) -> tuple[dist.Store, int]:
         return self.scope.under(name), list(ranks).index(dist.get_rank())
 
-    def _nccl(self, name: str, ranks: Sequence[int], link: Way | None) -> Any:
+    def _nccl(self, name: str, ranks: Sequence[int], blocks: int | None) -> Any:
         store, rank = self._place(name, ranks)
         # Each link has a group to itself, so that its messages are in one order is no news to warn of.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
@@ -217,21 +222,26 @@ class Groups:
         options._timeout = self._timeout + timedelta(seconds=WATCHDOG_GRACE_SECONDS)
         options.global_ranks_in_group = list(ranks)
         options.group_name = f"slipstream {name}"
-        if link or shares_gpus():
-            options.config.max_ctas = LINK_CTAS if link else SHARED_GPU_CTAS
+        if blocks is not None:
+            options.config.max_ctas = blocks
             options.config.min_ctas = 1
         return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
 
     def _connect(self, group: Group, link: Way | None) -> None:
-        """NCCL connects at the first message of a kind: send it now, and wait for it."""
+        """NCCL connects at the first message of a kind, and a collective's kind depends on its size: send them now, and
+        wait for them."""
         group.backend.eager_connect_single_device(self._device)
-        probe = torch.zeros(1, device=self._device)
-        if link is None:
-            work = group.all_reduce(probe)
-        elif (group.rank == 0) == (link == "forward"):
-            work = group.send(probe, 1 - group.rank)
-        else:
-            work = group.recv(probe, 1 - group.rank)
+        for elements in PROBE_ELEMENTS if link is None else PROBE_ELEMENTS[:1]:
+            probe = torch.zeros(elements, device=self._device)
+            if link is None:
+                work = group.all_reduce(probe)
+            elif (group.rank == 0) == (link == "forward"):
+                work = group.send(probe, 1 - group.rank)
+            else:
+                work = group.recv(probe, 1 - group.rank)
+            self._await(work, group)
+
+    def _await(self, work: Any, group: Group) -> None:
         deadline = time.monotonic() + self._timeout.total_seconds()
         while not work.is_completed():
             if time.monotonic() > deadline:

@@ -249,6 +249,9 @@ class Mesh(Peers):
             self._host_sum.close()
 
 
+TIE_BLOCKS = 4  # a communicator takes memory for each; the sum is not in a hurry
+
+
 class TieGroup:
     """The stages of one pipeline that hold a tied weight.
 
@@ -259,7 +262,7 @@ class TieGroup:
     def __init__(self, holdings: Holdings, name: str, groups: Groups, timeout_seconds: float) -> None:
         ranks = [holdings.pipeline_ranks[stage] for stage in holdings.holders[name]]
         where = f"tie/{_joined(ranks)}/{name}"
-        self.group = groups.device(where, ranks)
+        self.group = groups.device(where, ranks, blocks=TIE_BLOCKS)
         self._timeout_seconds = timeout_seconds
         self._wires: dict[int, wires.Wire] = {}
         if self.group.in_stream:

@@ -42,6 +42,7 @@ from slipstream.pipeline.links import Links
 from slipstream.pipeline.mesh import peers_of
 from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, merged
 from slipstream.pipeline.options import Options
+from slipstream.pipeline.placement import Placement
 from slipstream.pipeline.replica import Prepare, give_back, sum_gradients
 from slipstream.pipeline.sharding import collapse, make_whole, materialised, refuse_lost, refuse_to_save
 from slipstream.pipeline.torch_stage import read_stage
@@ -130,13 +131,32 @@ class Schedule2BW(Engine):
             self._stage, self._peers.groups, warm_up_behind=lambda: self._depth.warm_up_behind,
             lead=lambda: self._depth.lead, timeout_seconds=timeout,
         )  # fmt: skip
+        try:
+            self._begin(options, correction, rows, shard_optimizer, compact_master)
+        except BaseException:  # no one gets a schedule to close
+            self._links.close()
+            self._peers.close()
+            if self._peers.groups is not None:
+                self._peers.groups.close(failed=True)
+            raise
+
+    def _begin(
+        self,
+        options: Options,
+        correction: Correction,
+        rows: Sequence[Placement],
+        shard_optimizer: bool,
+        compact_master: bool | None,
+    ) -> None:
+        """With the others: the first weights, the optimizer over what this rank has of the master, the loop's parts."""
+        module = self._stage.module
+        assert options.optimizer is not None
         self._peers.broadcast_initial(self._versions.master.weights)
         self._versions.spread()
         if shard_optimizer:
             self._versions.owned = self._peers.owned
             collapse(self._versions, self._peers.owned)
-        assert optimizer is not None
-        self.optimizer = optimizer_of(optimizer, module)
+        self.optimizer = optimizer_of(options.optimizer, module)
         owned = [(self._versions.names[i], self._versions.master.parameters[i]) for i in self._versions.owned]
         check_covers(self.optimizer, module, dict(owned))
         check_pieces(correction, rows)
@@ -144,7 +164,9 @@ class Schedule2BW(Engine):
             self._make_compact(correction, needed=compact_master is True)
         if self._versions.partial:
             refuse_to_save(self._versions)
-        self._updater = Updater([self._versions], self.optimizer, correction, max_grad_norm, self._peers)
+        self._updater = Updater(
+            [self._versions], self.optimizer, correction, options.max_grad_norm, self._peers
+        )
         self._updater.wait_for = self._links.wait_for
         self._trace = Trace(self._stage.index, self._stage.device)
         self._updater.timing = lambda group: self._trace.action(Kind.UPDATE, group, version=group + 1)

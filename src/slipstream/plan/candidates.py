@@ -30,6 +30,7 @@ from slipstream.schedule.generate import build, canonical
 
 SCHEDULES = ("pipedream_2bw", "1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
 MICROBATCH_SIZES = (1, 2, 4, 8, 16, 32)
+TIE_BLOCKS = 4  # as in pipeline/mesh.py, which a test compares: planning imports no torch
 OCCUPANCY_MICROBATCHES = 4  # times P: by then every schedule but gpipe holds its most activations
 # By which the allocator's blocks exceed what is in them, for each layer and microbatch (docs/notes/memory.md).
 BLOCKS_BYTES = 3 << 20
@@ -200,14 +201,18 @@ class Fitter:
             working=working + job.cluster.device.workspace_bytes,
             transient=max(0.0, backward_ends - working, update_runs - working),
             buffers=links * model.boundary_bytes * size,
-            communicators=self._communicators(shape),
+            communicators=self._communicators(shape, chunks),
         )
 
-    def _communicators(self, shape: Shape) -> float:
-        """Of a stage in the middle: one for each direction of its links, and one with the other data ranks."""
-        device = self.job.cluster.device
-        links = 2 * min(2, shape.stages - 1)
-        return links * device.link_bytes + (device.group_bytes if shape.data_ranks > 1 else 0.0)
+    def _communicators(self, shape: Shape, chunks: Sequence[range]) -> float:
+        """Of a stage in the middle: one for each direction of its links, and one with the other data ranks. The first
+        and the last stage of a tied model share one more."""
+        device, model = self.job.cluster.device, self.model
+        blocks = 2 * min(2, shape.stages - 1)  # a link has one
+        ends = any(layers.start == 0 or layers.stop == len(model.layers) for layers in chunks)
+        if ends and model.tied_parameters and shape.stages > 1:
+            blocks += TIE_BLOCKS
+        return blocks * device.link_bytes + (device.group_bytes if shape.data_ranks > 1 else 0.0)
 
     def _held(self, layers: range, shape: Shape) -> float:
         """Bytes one microbatch keeps on a stage between its forward and its backward."""
