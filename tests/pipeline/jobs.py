@@ -281,7 +281,8 @@ def _gpu_step(world, schedule, group):
 
 def tied_gradients(world, groups=3):
     """Of every tied weight's all-reduce, whether what travels is a gradient itself."""
-    from slipstream.pipeline.mesh import Mesh, TieGroup
+    from slipstream.pipeline.mesh import Mesh
+    from slipstream.pipeline.ties import TieGroup
 
     held, found = set(), []
     tie, all_reduce = Mesh.tie, TieGroup.all_reduce

@@ -20,11 +20,11 @@ from slipstream.schedule.cutover import Cutover
 from slipstream.schedule.generate import build
 
 # Kernels: S and r are the two halves of an activation's message, s and R those of a gradient's, D what the data ranks
-# of a stage do together.
-NAMES = ("S", "r", "s", "R", "D", "compute")
+# of a stage do together, T what the first and the last stage do with a tied weight.
+NAMES = ("S", "r", "s", "R", "D", "T", "compute")
 QUEUES = {
     "streams of their own": {name: name for name in NAMES},
-    "one queue for messages": {**dict.fromkeys("SrsR", "messages"), "D": "D", "compute": "compute"},
+    "one queue for messages": {**dict.fromkeys("SrsR", "messages"), "D": "D", "T": "T", "compute": "compute"},
     "one queue for everything": dict.fromkeys(NAMES, "all"),
 }
 OTHER_HALF = {"S": (1, "r"), "r": (-1, "S"), "R": (1, "s"), "s": (-1, "R")}
@@ -176,6 +176,8 @@ class Model:
         rank, name, at = kernel
         if name == "D":
             return [(other, name, at) for other in range(rank % self.stages, self.ranks, self.stages)]
+        if name == "T":
+            return [(0, name, at), (self.stages - 1, name, at)]
         if name == "compute":
             return [kernel]
         place, other = OTHER_HALF[name]
@@ -291,9 +293,12 @@ class Sharded(Model):
         self.look(rank)
 
     def look(self, rank):
-        while rank < self.stages and self.go_on(rank):
+        while self.eager(rank) and self.go_on(rank):
             pass
         self.use_room(rank)
+
+    def eager(self, rank):
+        return rank < self.stages
 
     def settle(self, rank):
         while self.pending[rank] and self.reduced[rank] < self.pending[rank][0][0]:
@@ -322,6 +327,65 @@ class Sharded(Model):
 
     def drain(self, rank):
         yield from self.finish(rank, len(self.schedule.ranks[0]), bank=True)
+
+
+class Tied(Sharded):
+    """The first and the last stage add up the gradient of a tied weight. The last one's attendant queues its half when
+    the first has told that its own is queued. `at_once`: without being told. `by_the_host`: where that goes on with its
+    update. `lazy`: ranks that go on with their updates only where they must; the last does so after
+    every action."""
+
+    data_ranks = 1
+
+    def __init__(self, *args, at_once=False, by_the_host=False, lazy=(), **kwargs):
+        super().__init__(*args, **kwargs)
+        self.at_once, self.by_the_host, self.lazy = at_once, by_the_host, lazy
+        self.tied_at = {}  # group -> when the first stage told
+        self.joins = deque()  # groups whose half is to be queued on the last stage
+
+    def eager(self, rank):
+        return rank not in self.lazy
+
+    def settle(self, rank):
+        pass  # sums are handed over to the update: the next group's are others
+
+    def steps(self, rank, group):
+        half = (rank, "T", group)
+        if rank == 0:
+            self.tie(rank, group)
+            self.tied_at[group] = self.round
+        elif rank == self.stages - 1:
+            self.joins.append(group)
+            if self.at_once:
+                self.join()
+            elif self.by_the_host:
+                yield self.is_told, False
+                self.join()
+            yield lambda: half in self.needs, False
+        if rank in (0, self.stages - 1):
+            yield lambda: half in self.done, True
+            self.before[rank].append(half)
+        norms = self.queue(rank, "compute", ("norms", group))
+        yield lambda: norms in self.done, False
+        self.told[group].add(rank)
+        yield lambda: len(self.told[group]) == self.ranks, False
+        self.queue(rank, "compute", ("step", group))
+
+    def tie(self, rank, group):
+        self.queue(rank, "T", group, (rank, "compute", ("B", group, self.microbatches - 1)))
+
+    def is_told(self):
+        return bool(self.joins) and self.tied_at.get(self.joins[0], self.round) < self.round
+
+    def join(self):
+        self.tie(self.stages - 1, self.joins.popleft())
+
+    def attend(self, rank):
+        moved = super().attend(rank)
+        if rank == self.stages - 1 and not self.by_the_host and self.is_told():
+            self.join()
+            moved = True
+        return moved
 
 
 @pytest.mark.parametrize("patience", [True, False])
@@ -384,6 +448,28 @@ def test_a_sharded_optimizer_closes_no_circle(stages, queues):
                         held_to_the_end=queues != "one queue for everything",
                     )  # fmt: skip
                     assert model.ends(), (microbatches, cutover, in_flight, patience)
+
+
+@pytest.mark.parametrize("queues", QUEUES)
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_tied_weight_closes_no_circle(stages, queues):
+    for microbatches in (stages, stages + 1, 2 * stages):
+        for cutover in range(microbatches + 1):
+            for in_flight in (None, microbatches + 1):
+                for lazy in ((), range(stages - 1)):
+                    model = Tied(
+                        stages, microbatches, queues, in_flight, cutover, lazy=lazy,
+                        held_to_the_end=queues != "one queue for everything",
+                    )  # fmt: skip
+                    assert model.ends(), (microbatches, cutover, in_flight, lazy)
+
+
+def test_the_model_sees_a_tied_weight_that_closes_one():
+    """Queued on the last stage without being told, its kernel waits for the first stage's host, which waits for
+    gradients of the last, which waits for its device. Left to the last stage's host, it is not queued while that waits
+    for activations of the first, which waits for its device."""
+    assert not Tied(4, 8, "streams of their own", at_once=True).ends()
+    assert not Tied(2, 4, "streams of their own", cutover=2, by_the_host=True).ends()
 
 
 def test_the_model_sees_gathers_that_are_out_of_place():

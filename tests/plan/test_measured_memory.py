@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from slipstream.models.sizes import preset
-from slipstream.pipeline import mesh
+from slipstream.pipeline import ties
 from slipstream.plan.candidates import TIE_BLOCKS, Fitter
 from slipstream.plan.devices import GIB, Cluster, find_device
 from slipstream.plan.layout import Job
@@ -103,4 +103,4 @@ def test_communicators_are_counted_for_links_and_for_data_ranks(stages, data_ran
 
 
 def test_the_planner_counts_as_many_blocks_as_a_tied_weights_group_has():
-    assert TIE_BLOCKS == mesh.TIE_BLOCKS
+    assert TIE_BLOCKS == ties.TIE_BLOCKS

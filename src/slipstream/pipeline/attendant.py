@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from slipstream.distributed.groups import Wait
-from slipstream.distributed.wires import wait_readable
+from slipstream.distributed.wires import Wire, wait_readable
 from slipstream.pipeline.host_sum import PeerLost
 from slipstream.pipeline.neighbours import Neighbour, Waiting
 
@@ -37,7 +37,8 @@ class Attendant(Waiting):
     def __init__(self, neighbours: Sequence[Neighbour], device: torch.device) -> None:
         super().__init__(neighbours)
         self.duties: list[Callable[[], bool]] = []
-        self._device = device
+        self.more_wires: list[Wire] = []  # of duties that hear others than the neighbours
+        self.device = device
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._closed = False
@@ -52,11 +53,15 @@ class Attendant(Waiting):
         weakref.finalize(self, self._bell.close)  # which the thread hears
         self._thread = threading.Thread(
             target=_attend,
-            args=(weakref.ref(self), ear, self._device),
+            args=(weakref.ref(self), ear, self.device),
             name="slipstream-attendant",
             daemon=True,
         )
         self._thread.start()
+
+    @property
+    def wires(self) -> list[Wire]:
+        return super().wires + [wire for wire in self.more_wires if not wire.gone]
 
     def ring(self) -> None:
         """There is something new to look after."""
@@ -84,6 +89,7 @@ class Attendant(Waiting):
             self._thread.join(_CLOSING_SECONDS)
             self._bell.close()
         self.duties.clear()
+        self.more_wires.clear()
         self._error = None  # and the frames it came from, with all that they hold
 
     def _pause(self, seconds: float) -> None:

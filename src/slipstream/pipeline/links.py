@@ -68,7 +68,7 @@ class Links:
         self._before: Neighbour | None = None
         self._behind: Neighbour | None = None
         self._waiting = Waiting(())
-        self._attendant: Attendant | None = None  # where messages wait on the device
+        self.attendant: Attendant | None = None  # where messages wait on the device
         self._channels: list[Incoming | Outgoing] = []
         if groups is None or stage.count == 1:
             return
@@ -80,15 +80,15 @@ class Links:
         neighbours = [n for n in (self._before, self._behind) if n is not None]
         self._waiting = Waiting(neighbours)
         if groups.kind == "nccl":
-            self._waiting = self._attendant = Attendant(neighbours, _with_index(stage.device))
-            groups.close_first(self._attendant.close)
+            self._waiting = self.attendant = Attendant(neighbours, _with_index(stage.device))
+            groups.close_first(self.attendant.close)
         try:
             self._open(groups)
         except BaseException:
             self.close()
             raise
-        if self._attendant is not None:
-            self._attendant.start()
+        if self.attendant is not None:
+            self.attendant.start()
 
     # Making them ------------------------------------------------------------------------------------------
 
@@ -131,12 +131,12 @@ class Links:
                     groups.device(f"link/{pair[0]}-{pair[1]}/{way}", pair, link=way)
                     for way in ("forward", "backward")
                 )
-                if self._attendant is not None and lower:
-                    out = in_stream.ActivationsOut(neighbour, forward, device, self._attendant)
-                    into = in_stream.GradientsIn(neighbour, backward, device, self._attendant)
-                elif self._attendant is not None:
-                    out = in_stream.GradientsOut(neighbour, backward, device, self._attendant)
-                    into = in_stream.ActivationsIn(neighbour, forward, device, self._attendant)
+                if self.attendant is not None and lower:
+                    out = in_stream.ActivationsOut(neighbour, forward, device, self.attendant)
+                    into = in_stream.GradientsIn(neighbour, backward, device, self.attendant)
+                elif self.attendant is not None:
+                    out = in_stream.GradientsOut(neighbour, backward, device, self.attendant)
+                    into = in_stream.ActivationsIn(neighbour, forward, device, self.attendant)
                 else:
                     out = GroupOut(neighbour, forward if lower else backward)
                     into = GroupIn(neighbour, backward if lower else forward, device, staged)
@@ -254,8 +254,8 @@ class Links:
 
     def wait_for(self, wait: Wait) -> None:
         """Wait for something of an update. Where the device may have been lost with a neighbour, not for ever."""
-        if self._attendant is not None and not isinstance(wait, InStream):
-            self._attendant.poll(wait, self._timeout_seconds)
+        if self.attendant is not None and not isinstance(wait, InStream):
+            self.attendant.poll(wait, self._timeout_seconds)
         wait.wait()
 
     def lost_neighbour(self) -> str | None:

@@ -25,13 +25,12 @@ from slipstream.distributed.groups import Group, Groups, Wait
 from slipstream.errors import UserError
 from slipstream.lists import mul_
 from slipstream.optim.sharded import local
+from slipstream.pipeline.attendant import Attendant
 from slipstream.pipeline.checks import check_ties, held_ties
-from slipstream.pipeline.host_sum import HostSum, PeerLost, suits
+from slipstream.pipeline.host_sum import HostSum, suits
 from slipstream.pipeline.peers import (
     Bucket,
     Gradients,
-    InStream,
-    OverRanks,
     Peers,
     RankStatus,
     RunStatus,
@@ -41,8 +40,10 @@ from slipstream.pipeline.peers import (
     copy_first,
     sum_present,
     to_host,
+    waiting,
 )
 from slipstream.pipeline.placement import Grid, Placement, Ranks, grid_of, owned_rows, place
+from slipstream.pipeline.ties import TieGroup
 from slipstream.pipeline.torch_stage import StageInfo
 from slipstream.pipeline.versions import Versions
 
@@ -134,7 +135,9 @@ class Mesh(Peers):
         else:
             self._control = groups.host("control", everyone)
         self._tie_groups = {
-            name: TieGroup(self.holdings, name, groups, timeout_seconds)
+            name: TieGroup(
+                name, [self.holdings.pipeline_ranks[each] for each in holding], groups, timeout_seconds
+            )
             for name, holding in sorted(self.holdings.holders.items())
             if len(holding) > 1 and stage in holding
         }
@@ -242,68 +245,15 @@ class Mesh(Peers):
         assert found is not None, f"no group of ranks {ranks}"
         return found
 
+    def attend(self, attendant: Attendant) -> None:
+        for tie in self._tie_groups.values():
+            tie.attend(attendant)
+
     def close(self) -> None:
         for tie in self._tie_groups.values():
             tie.close()
         if self._host_sum is not None:
             self._host_sum.close()
-
-
-TIE_BLOCKS = 4  # a communicator takes memory for each; the sum is not in a hurry
-
-
-class TieGroup:
-    """The stages of one pipeline that hold a tied weight.
-
-    Where devices wait, the kernel of a later stage would stand there until the first stage has made its gradient, for
-    P-1 microbatches: it is queued when the first holder has told that its own is (`in_stream.py` says why so).
-    """
-
-    def __init__(self, holdings: Holdings, name: str, groups: Groups, timeout_seconds: float) -> None:
-        ranks = [holdings.pipeline_ranks[stage] for stage in holdings.holders[name]]
-        where = f"tie/{_joined(ranks)}/{name}"
-        self.group = groups.device(where, ranks, blocks=TIE_BLOCKS)
-        self._timeout_seconds = timeout_seconds
-        self._wires: dict[int, wires.Wire] = {}
-        if self.group.in_stream:
-            others = ranks[1:] if self.group.rank == 0 else ranks[:1]
-            self._wires = wires.connect(groups.scope.under(where), dist.get_rank(), others, timeout_seconds)
-
-    def all_reduce(self, tensor: Tensor) -> Steps:
-        if self._wires and self.group.rank > 0:
-            (first,) = self._wires.values()
-            yield _Notice(first)
-        work = self.group.all_reduce(tensor)
-        if self.group.rank == 0:
-            for wire in self._wires.values():
-                wire.send(b"")
-        yield waiting(work, self.group, self._timeout_seconds)
-
-    def close(self) -> None:
-        for wire in self._wires.values():
-            wire.close()
-
-
-class _Notice:
-    """Waits for the next message of a wire."""
-
-    def __init__(self, wire: wires.Wire) -> None:
-        self._wire = wire
-        self._here = False
-
-    def is_completed(self) -> bool:
-        self._here = self._here or self._wire.receive() is not None
-        if not self._here and self._wire.gone:
-            raise PeerLost(f"{self._wire} {self._wire.loss}")
-        return self._here
-
-    def wait(self) -> None:
-        while not self.is_completed():
-            wires.wait_readable([self._wire], 1.0)
-
-
-def waiting(work: Wait, group: Group, timeout_seconds: float) -> Wait:
-    return InStream(work) if group.in_stream else OverRanks(work, group, timeout_seconds)
 
 
 def _joined(ranks: Sequence[int]) -> str:

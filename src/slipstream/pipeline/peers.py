@@ -16,6 +16,7 @@ from torch import Tensor
 from slipstream.distributed import lost
 from slipstream.distributed.groups import Group, Groups, Wait
 from slipstream.lists import copy_
+from slipstream.pipeline.attendant import Attendant
 from slipstream.pipeline.host_sum import PeerLost
 
 Gradients = list[Tensor | None]
@@ -70,6 +71,11 @@ class OverRanks:
         except RuntimeError as error:  # gloo reports a lost peer so
             who = lost.others(self.group.ranks, self.group.ranks[self.group.rank])
             raise PeerLost(f"{who}: {lost.words(error)} ({self.timeout_seconds:g} s)") from error
+
+
+def waiting(work: Wait, group: Group, timeout_seconds: float) -> Wait:
+    """How an update waits for a collective of `group`."""
+    return InStream(work) if group.in_stream else OverRanks(work, group, timeout_seconds)
 
 
 @dataclass
@@ -130,6 +136,9 @@ class Peers:
         """At the start, give tied weights and data ranks the values of the first of them."""
         for tie in self._of_one:
             copy_first(weights, tie)
+
+    def attend(self, attendant: Attendant) -> None:
+        """Where devices wait, hand over what must not wait for this rank's host."""
 
     def close(self) -> None:
         """Hang up; the groups are closed by whoever made them."""

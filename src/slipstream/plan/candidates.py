@@ -30,7 +30,7 @@ from slipstream.schedule.generate import build, canonical
 
 SCHEDULES = ("pipedream_2bw", "1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
 MICROBATCH_SIZES = (1, 2, 4, 8, 16, 32)
-TIE_BLOCKS = 4  # as in pipeline/mesh.py, which a test compares: planning imports no torch
+TIE_BLOCKS = 4  # as in pipeline/ties.py, which a test compares: planning imports no torch
 OCCUPANCY_MICROBATCHES = 4  # times P: by then every schedule but gpipe holds its most activations
 # By which the allocator's blocks exceed what is in them, for each layer and microbatch (docs/notes/memory.md).
 BLOCKS_BYTES = 3 << 20
