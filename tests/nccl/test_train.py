@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -64,16 +65,32 @@ def reach(folder: Path, step: int, process: subprocess.Popen, log: Path) -> None
     deadline = time.monotonic() + 120
     while step not in steps(folder):
         assert process.poll() is None, log.read_text()[-3000:]
-        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        if time.monotonic() > deadline:
+            give_up(process, log, f"step {step} was not reached")
         time.sleep(0.02)
 
 
 def finish(process: subprocess.Popen, log: Path) -> None:
     try:
-        assert process.wait(timeout=150) == 0, log.read_text()[-3000:]
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait(timeout=150)
+    except subprocess.TimeoutExpired:
+        give_up(process, log, "it did not end")
+    assert code == 0, log.read_text()[-3000:]
+
+
+def give_up(process: subprocess.Popen, log: Path, why: str) -> NoReturn:
+    """With the stacks of every rank, which they print when they are asked."""
+    for pid in ranks_of(process.pid):
+        os.kill(pid, signal.SIGUSR2)
+    time.sleep(2)
+    os.killpg(process.pid, signal.SIGKILL)
+    pytest.fail(f"{why}:\n{log.read_text()[-20000:]}")
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Processes of ours below this one; torchrun itself would die of the signal."""
+    below = [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return below + [rank for child in below for rank in ranks_of(child)]
 
 
 def test_a_kill_and_a_resume_into_another_depth(setting, library, tmp_path):
