@@ -8,6 +8,7 @@ import pickle
 import resource
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -389,3 +390,14 @@ def test_a_master_in_halves_is_copied_as_it_is_and_saved_whole():
         compact["master"][name] = found
     assert_same(Copier(torch.device("cpu")).copy(compact).complete()["master"], plain["master"])
     assert fingerprint(compact, ["head/odd~name"]) == fingerprint(plain, ["head/odd~name"])
+
+
+def test_two_threads_may_point_at_the_best_at_one_time(tmp_path):
+    paths = [tmp_path / "step-00000004", tmp_path / "step-00000008"]
+    for path in paths:
+        path.mkdir()
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(500):
+            list(threads.map(checkpoint.point_at, paths))
+    assert (tmp_path / "best").readlink().name in {path.name for path in paths}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", *sorted(path.name for path in paths)]

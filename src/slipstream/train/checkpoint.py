@@ -15,6 +15,7 @@ import json
 import logging
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -111,8 +112,8 @@ def retain(root: Path, keep: int, protected: int | None = None) -> None:
 
 
 def point_at(path: Path) -> None:
-    """Make `checkpoints/best` lead to a committed checkpoint."""
-    draft = path.parent / f".draft-{BEST}"
+    """Make `checkpoints/best` lead to a committed checkpoint. The loop and the writer's thread may do so at once."""
+    draft = path.parent / f".draft-{BEST}-{threading.get_ident()}"
     draft.unlink(missing_ok=True)
     draft.symlink_to(path.name)
     draft.rename(path.parent / BEST)
