@@ -70,16 +70,32 @@ def test_a_lost_disk_gets_the_newest_copy_and_its_log(tmp_path, place):
     written(tmp_path / "run", remote, 4, 8)
     new = tmp_path / "new"
     new.mkdir()
-    remote.restore(new, new / "checkpoints", said.append)
+    copy = remote.restore(new / "checkpoints", -1, said.append)
+    assert copy == Copy(8, "ab12")
     assert [path.name for path in checkpoint.committed(new / "checkpoints")] == ["step-00000008"]
     checkpoint.verify(new / "checkpoints/step-00000008")
-    assert [json.loads(line)["step"] for line in (new / "events.jsonl").read_text().splitlines()] == [4, 8]
     assert "step 8 was fetched" in said[0]
-    remote.restore(new, new / "checkpoints", said.append)
-    assert len(said) == 1  # it is there
+    assert remote.restore(new / "checkpoints", 8, said.append) is None  # it is there
+    remote.restore_log(copy, new)
+    assert [json.loads(line)["step"] for line in (new / "events.jsonl").read_text().splitlines()] == [4, 8]
 
 
-def test_what_is_not_whole_is_no_copy_and_a_damaged_one_is_passed_over(tmp_path, place):
+def test_a_log_that_goes_as_far_stays(tmp_path, place):
+    remote = Remote(place)
+    written(tmp_path / "run", remote, 4)
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / "events.jsonl").write_text('{"event": "step", "step": 4, "loss": 2.0}\n')
+    remote.restore_log(Copy(4, "ab12"), new)
+    assert "2.0" in (new / "events.jsonl").read_text()
+    (new / "events.jsonl").write_text('{"event": "step", "step": 3, "loss": 2.0}\n')
+    remote.restore_log(Copy(4, "ab12"), new)
+    assert "1.0" in (new / "events.jsonl").read_text()
+    assert len(list(new.glob("events-*.jsonl"))) == 1, "the one before is kept"
+
+
+def test_what_is_not_whole_is_no_copy_and_a_damaged_one_is_passed_over(tmp_path, place, monkeypatch):
+    monkeypatch.setattr("slipstream.train.remote.PAUSE_SECONDS", 0.0)
     remote, said = Remote(place), []
     run, new = tmp_path / "run", tmp_path / "new"
     written(run, remote, 4, 8)
@@ -89,8 +105,7 @@ def test_what_is_not_whole_is_no_copy_and_a_damaged_one_is_passed_over(tmp_path,
     torn = tmp_path / "stage-000.safetensors"
     torn.write_bytes((pieces / torn.name).read_bytes()[:-1])
     remote.send(Copy(8, "ab12"), torn)
-    new.mkdir()
-    remote.restore(new, new / "checkpoints", said.append)
+    assert remote.restore(new / "checkpoints", -1, said.append) == Copy(4, "ab12")
     assert [path.name for path in checkpoint.committed(new / "checkpoints")] == ["step-00000004"]
     assert "truncated" in said[0]
     assert "step 4 was fetched" in said[1]
@@ -173,6 +188,19 @@ def test_a_run_whose_disk_is_lost_goes_on_to_the_same_bits(runs, reference):
     assert runs.train("2bw", EMULATE, url)["step"] == 12
     assert runs.steps("2bw") == list(range(1, 13))
     assert runs.events("2bw", "resume") or runs.events("2bw", "start")[-1]["resumed"]
+    assert_equal_weights(runs.weights("2bw"), reference.weights("2bw"))
+
+
+def test_a_checkpoint_that_is_damaged_on_disk_comes_from_its_copy(runs, reference):
+    url = f"checkpoint.remote=file://{runs.folder}/copies"
+    runs.train("2bw", EMULATE, url)
+    Remote(f"file://{runs.folder}/copies").forget_from(12)
+    root = runs.folder / "2bw/checkpoints"
+    shutil.rmtree(root / "step-00000012")
+    for name in ("stage-000.safetensors", "manifest.json"):
+        (root / "step-00000008" / name).write_bytes(b"torn")
+    assert runs.train("2bw", EMULATE, url)["step"] == 12
+    assert runs.steps("2bw") == list(range(1, 13))
     assert_equal_weights(runs.weights("2bw"), reference.weights("2bw"))
 
 

@@ -112,8 +112,7 @@ def weights_memory(
     on_matrices, on_others = state_bytes(optimizer)
     if optimizer == "muon":
         on_matrices = precision.momentum
-    # A tensor has one owner: the rank of the largest, an embedding or a head, has no more than its share in elements,
-    # and more than that in state.
+    # A tensor has one owner. The fullest rank has the largest: often an embedding or a head, whose state takes more.
     owned = max(parameters / shards, min(largest, parameters))
     owned_others = (
         min(others, owned) if 0 < largest <= others and shards > 1 else others * owned / max(parameters, 1)

@@ -33,7 +33,7 @@ from slipstream.train import checkpoint, cutovers, provenance
 from slipstream.train.build import learning_rate
 from slipstream.train.claim import LOCK_FILE, refuse_foreign
 from slipstream.train.own_model import changed_description
-from slipstream.train.remote import Remote
+from slipstream.train.remote import Copy, Remote
 from slipstream.train.state import digest
 
 LOCK_PATIENCE_SECONDS = 10.0  # the workers of a killed launcher need a moment to notice
@@ -121,8 +121,7 @@ def plan(
     new = Plan(data_fingerprint=data_fingerprint, data_contents=dict(contents or {}))
     root = checkpoints(folder)
     checkpoint.sweep(root)
-    fetched = None if remote is None else remote.restore(folder, root, notes.append)
-    found = checkpoint.newest_good(root, notes.append)
+    found, copy = _newest(root, remote, notes)
     if found is None:
         return _ended(folder, config, new) or _begin(folder, config, new, notes)
     path, manifest = found
@@ -130,13 +129,14 @@ def plan(
     try:
         notes += _check_same_run(folder, config, manifest, new)
     except UserError as error:
-        if fetched is None or remote is None:
+        if copy is None or remote is None:
             raise
-        shutil.rmtree(fetched)
-        (folder / EVENTS_FILE).unlink(missing_ok=True)
+        shutil.rmtree(path)
         raise UserError(
             f"{error}\nIt came from checkpoint.remote = '{remote.url}': one URL is for one run."
         ) from None
+    if copy is not None and remote is not None:
+        remote.restore_log(copy, folder)
     step, offset, every = manifest.step, manifest.says("data_offset", int), config.train.eval_every
     had = from_tree(manifest.says("config", dict)).train
     # A run that train.patience ended is finished until that, or its length, is changed.
@@ -165,6 +165,24 @@ def plan(
         lost_steps=cut.steps,
         heard_of=cut.until,
     )
+
+
+def _newest(
+    root: Path, remote: Remote | None, notes: list[str]
+) -> tuple[tuple[Path, checkpoint.Manifest] | None, Copy | None]:
+    """The newest good checkpoint, and the copy it was fetched from where the disk has none that is as new."""
+    found, damaged = None, None
+    try:
+        found = checkpoint.newest_good(root, notes.append)
+    except CheckpointError as error:
+        damaged = error
+    copy = None if remote is None else remote.restore(root, found[1].step if found else -1, notes.append)
+    if copy is not None:
+        path = checkpoint.folder_of(root, copy.step)
+        found = path, checkpoint.manifest(path)
+    elif damaged is not None:
+        raise damaged
+    return found, copy
 
 
 def _validations(folder: Path, step: int) -> list[tuple[int, float]]:

@@ -9,12 +9,12 @@ fetched is verified against the manifest like a checkpoint on disk. Any file sys
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,10 +95,8 @@ class Remote:
         """Whole checkpoints, newest first."""
         return (copy for copy in self._attempts() if self.has(copy, MANIFEST))
 
-    def restore(self, folder: Path, root: Path, say: Callable[[str], None]) -> Path | None:
-        """Bring the newest checkpoint, and its log, where this disk has none that is as new."""
-        here = checkpoint.committed(root)
-        newest = checkpoint.manifest(here[0]).step if here else -1
+    def restore(self, root: Path, newest: int, say: Callable[[str], None]) -> Copy | None:
+        """Bring the newest good checkpoint that is newer than the step `newest` of this disk."""
         for copy in self.copies():
             if copy.step <= newest:
                 break
@@ -107,14 +105,18 @@ class Remote:
             except CheckpointError as error:
                 say(f"{error} Looking for an older copy.")
                 continue
-            if not has_event(folder, "step", copy.step) and self.has(copy, EVENTS_FILE):
-                log = folder / EVENTS_FILE
-                if log.exists():
-                    log.rename(log.with_name(f"{log.stem}-{time.time_ns()}{log.suffix}"))
-                self.fetch_file(copy, EVENTS_FILE, folder)
             say(f"The checkpoint of step {copy.step} was fetched from {self.url}.")
-            return checkpoint.folder_of(root, copy.step)
+            return copy
         return None
+
+    def restore_log(self, copy: Copy, folder: Path) -> None:
+        """The log that belongs to a checkpoint, unless this disk has one that goes as far."""
+        log = folder / EVENTS_FILE
+        if has_event(folder, "step", copy.step) or not self.has(copy, EVENTS_FILE):
+            return
+        if log.exists():
+            log.rename(log.with_name(f"{log.stem}-{time.time_ns()}{log.suffix}"))
+        self.fetch_file(copy, EVENTS_FILE, folder)
 
     def bring(self, path: Path, sha256: str) -> None:
         """The leader's checkpoint onto this machine's disk, unless it is there. Ranks of one machine take turns."""
@@ -201,19 +203,19 @@ class Remote:
             shutil.rmtree(draft, ignore_errors=True)
 
     def _again(self, act: Callable[[], Any]) -> None:
+        """`act`, tried more than once: which errors of a store pass by themselves, only the store knows."""
         for attempt in range(1, ATTEMPTS):
-            try:
+            with contextlib.suppress(Exception):
                 act()
                 return
-            except Exception:
-                time.sleep(PAUSE_SECONDS * attempt)
+            time.sleep(PAUSE_SECONDS * attempt)
         with self._errors("does not take or give a file"):
             act()
 
     def _path(self, copy: Copy) -> str:
         return f"{self._root}/{copy.name}"
 
-    @contextmanager
+    @contextlib.contextmanager
     def _errors(self, what: str) -> Iterator[None]:
         """What a store raises is its own: any error is the copy's, never the run's."""
         try:
