@@ -61,7 +61,7 @@ class Rank:
 
 
 @pytest.fixture
-def pair(played, monkeypatch):  # noqa: F811
+def unattended(played, monkeypatch):  # noqa: F811
     communicator, sockets = Communicator(), socket.socketpair()
     monkeypatch.setattr(ties.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(
@@ -70,14 +70,20 @@ def pair(played, monkeypatch):  # noqa: F811
         lambda scope, rank, others, seconds: {1 - scope.rank: Wire(scope.end, 1 - scope.rank, seconds)},
     )
     first, later = (TieGroup("embedding", (0, 1), Rank(i, communicator, sockets[i]), 5.0) for i in range(2))
+    yield first, later, communicator
+    first.close()
+    later.close()
+
+
+@pytest.fixture
+def pair(unattended):
+    first, later, communicator = unattended
     attendant = Attendant([], CPU)
     attendant.start()
     first.attend(attendant)  # which has nothing to do: this one begins
     later.attend(attendant)
     yield first, later, communicator
     attendant.close()
-    first.close()
-    later.close()
 
 
 def soon(true, seconds=20.0):
@@ -123,3 +129,14 @@ def test_a_first_stage_that_is_gone_is_named(pair):
     first.close()
     with pytest.raises(PeerLost, match="rank 0"):
         soon(joined.is_completed)
+
+
+def test_an_update_after_everything_else_needs_nobody_to_attend(unattended):
+    """As a synchronous run has it: a stage has sent all it owes before it joins."""
+    first, later, communicator = unattended
+    one, other = torch.full((3,), 1.0), torch.full((3,), 2.0)
+    theirs = next(later.all_reduce(other))
+    assert len(communicator.queued[1]) == 1
+    next(first.all_reduce(one)).wait()
+    theirs.wait()
+    assert one.tolist() == other.tolist() == [3.0] * 3

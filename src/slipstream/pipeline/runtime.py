@@ -131,9 +131,9 @@ class Schedule2BW(Engine):
             self._stage, self._peers.groups, warm_up_behind=lambda: self._depth.warm_up_behind,
             lead=lambda: self._depth.lead, timeout_seconds=timeout,
         )  # fmt: skip
-        if self._links.attendant is not None:
-            self._peers.attend(self._links.attendant)
         try:
+            if self._links.attendant is not None:
+                self._peers.attend(self._links.attendant)
             self._begin(options, correction, rows, shard_optimizer, compact_master)
         except BaseException:  # no one gets a schedule to close
             self._links.close()

@@ -3,7 +3,8 @@
 Where devices wait, the kernel of a later stage would stand there until the first stage has made its gradient, for P-1
 microbatches: it is queued when the first holder has told that its own is. From then on the first one's device waits for
 the later one's host, which must not wait for the first one's in turn, for its next activation say. So the later one's
-attendant queues it (`attendant.py`; `in_stream.py` says why, `tests/pipeline/test_waits.py` shows the circle).
+attendant queues it (`attendant.py`; `in_stream.py` says why, `tests/pipeline/test_waits.py` shows the circle). An update
+after which a stage owes nobody anything, as in a synchronous run, can close no circle and needs no attendant.
 """
 
 from __future__ import annotations
@@ -32,18 +33,17 @@ class TieGroup:
     def __init__(self, name: str, ranks: Sequence[int], groups: Groups, timeout_seconds: float) -> None:
         where = f"tie/{'-'.join(str(rank) for rank in ranks)}/{name}"
         self.group = groups.device(where, ranks, blocks=TIE_BLOCKS)
-        self._timeout_seconds = timeout_seconds
+        self._others = ranks[1:] if self.group.rank == 0 else ranks[:1]
+        self._scope, self._timeout_seconds = groups.scope.under(where), timeout_seconds
         self._wires: dict[int, wires.Wire] = {}
-        if self.group.in_stream:
-            others = ranks[1:] if self.group.rank == 0 else ranks[:1]
-            self._wires = wires.connect(groups.scope.under(where), dist.get_rank(), others, timeout_seconds)
         self._attendant: Attendant | None = None
         self._joins: deque[_Join] = deque()  # this rank's parts that are not queued yet
         self._told = 0  # parts of the first holder that are queued, and this rank's not
 
     def attend(self, attendant: Attendant) -> None:
-        """From now on `attendant` queues this rank's parts, if others begin."""
-        if self._wires and self.group.rank > 0:
+        """From now on `attendant` queues this rank's parts, if others begin. All holders call this together."""
+        self._wires = wires.connect(self._scope, dist.get_rank(), self._others, self._timeout_seconds)
+        if self.group.rank > 0:
             self._attendant = attendant
             self._side = torch.cuda.Stream(attendant.device)
             attendant.more_wires += self._wires.values()
@@ -51,8 +51,7 @@ class TieGroup:
             attendant.ring()
 
     def all_reduce(self, tensor: Tensor) -> Steps:
-        if self._wires and self.group.rank > 0:
-            assert self._attendant is not None, "nobody attends to the tied weights"
+        if self._attendant is not None:
             join = _Join(tensor)
             self._joins.append(join)
             self._attendant.ring()
