@@ -58,15 +58,15 @@ def test_other_models_and_a_sharded_optimizer(model, data_ranks, measured):
 @pytest.mark.parametrize(
     ("model", "data_ranks", "cutover", "measured"),
     [
-        ("smollm2-135m", 1, None, [4519237632, 3127570944, 2581454336]),
+        ("smollm2-135m", 1, None, [4519237632, 3127570944, 2581454336]),  # with a copy on the last stage that is gone
         ("smollm2-135m", 1, 8, [4639614976, 3194306048, 2649464832]),
-        ("smollm2-360m", 1, None, [8990881792, 6491847168, 4920595968]),
-        ("smollm2-135m", 2, None, [4322715136, 2981744128, 2409588736]),
-        ("smollm2-360m", 2, None, [8500107264, 6050487296, 4482758656]),
+        ("smollm2-360m", 1, None, [8988652544, 6484433408, 4938798592, 4166242304]),
+        ("smollm2-135m", 2, None, [4228347392, 2984644096, 2410506240, 2622771712]),
+        ("smollm2-360m", 2, None, [8308661248, 6027591680, 4483177472, 3671874560]),
     ],
 )
 def test_2bw_with_a_cutover_and_a_sharded_optimizer(model, data_ranks, cutover, measured):
-    """`studies/memory.py` over NCCL. The last stage held a copy of the tied gradient then, which it does no more."""
+    """`studies/memory.py` over NCCL."""
     sharded = data_ranks > 1
     shape = Shape(
         "pipedream_2bw", 4, data_ranks, MICROBATCHES, ROWS, shard_optimizer=sharded, cutover=cutover
@@ -75,7 +75,7 @@ def test_2bw_with_a_cutover_and_a_sharded_optimizer(model, data_ranks, cutover, 
     cut = planner.cut(shape)
     assert cut is not None
     planned = [rank.total - rank.communicators for rank in planner.memory(shape, cut)]
-    assert planned[:3] == pytest.approx(measured, rel=0.05)
+    assert planned[: len(measured)] == pytest.approx(measured, rel=0.05)
 
 
 def test_the_ten_billion_parameters_too():
