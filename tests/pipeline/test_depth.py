@@ -1,12 +1,19 @@
 """The number of microbatches in flight, chosen from measured times, against the simulator."""
 
+import logging
+import math
+
 import pytest
 import torch
 
-from slipstream.pipeline.depth import choose_in_flight, within_cutover
+from slipstream.pipeline import room
+from slipstream.pipeline.depth import Depth, choose_in_flight, within_cutover, within_room
+from slipstream.pipeline.peers import RankStatus, RunStatus
+from slipstream.pipeline.room import MARGIN, Room
 from slipstream.pipeline.trace import Trace
 from slipstream.schedule import Costs, build, simulate
 from slipstream.schedule.actions import Kind
+from slipstream.schedule.asynchronous import warm_up_2bw
 
 
 def fraction_of_bound(stages, m, in_flight, latency):
@@ -96,3 +103,65 @@ def test_what_was_faster_while_the_pipeline_filled_is_no_jitter(monkeypatch):
     group(0.75)
     assert trace.pair_seconds() == pytest.approx((1.5, 1.5))
     assert trace.pair_seconds() == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("chosen", [4, 5, 7, 10, 13])
+@pytest.mark.parametrize(
+    "room", [(math.inf,) * 4, (3, 3, 3, 0), (9, 1, 9, 0), (0, 9, 9, 9), (9, 9, 0, 9), (2, 2, 2, 2)]
+)
+def test_no_stage_holds_more_than_it_has_room_for(chosen, room):
+    stages, m = 4, 12
+    held = within_room(stages, m, chosen, room)
+    least = warm_up_2bw(stages, m)
+
+    def fits(in_flight):
+        more = warm_up_2bw(stages, m, in_flight)
+        return all(a - b <= left for a, b, left in zip(more, least, room, strict=True))
+
+    assert stages <= held <= chosen
+    assert fits(held)
+    assert held == chosen or not fits(held + 1), "one more would fit"
+
+
+def test_a_run_takes_what_the_fullest_stage_has_room_for_and_says_so(caplog):
+    told = RunStatus([], False, [0.03] * 4, [0.014] * 4, [math.inf, 1.0, math.inf, math.inf])
+    with caplog.at_level(logging.INFO, "slipstream"):
+        found = []
+        for stage in range(4):
+            depth = Depth(stage, 4, 24, None, on_host=False, cutover=24)
+            for group in range(4):
+                depth.adapt(group, {1: told})
+            found.append(depth.warm_up)
+    asked = choose_in_flight(4, 24, 0.03, 0.014)
+    held = within_room(4, 24, asked, told.room)
+    assert 4 < held < asked
+    assert found == warm_up_2bw(4, 24, held)
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        f"{held} microbatches in flight"
+    ]
+
+
+def test_what_a_gpu_has_room_for(monkeypatch):
+    """Two ranks on a GPU with 1000 bytes free, each with 100 of its own; forwards leave 40 at most, the peak is 240."""
+    allocated = iter([60, 70, 60, 100, 60, 95])
+    cuda = {
+        "mem_get_info": lambda device: (1000, 2000),
+        "memory_reserved": lambda device: 100,
+        "memory_allocated": lambda device: next(allocated),
+        "max_memory_allocated": lambda device: 240,
+        "device_count": lambda: 1,
+    }
+    for name, answer in cuda.items():
+        monkeypatch.setattr(room.torch.cuda, name, answer)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    found = Room(torch.device("cuda"))
+    assert found.microbatches() == math.inf, "nothing is known of them yet"
+    for _ in range(3):
+        with found.forward():
+            pass
+    assert found.microbatches() == ((1 - MARGIN) * 600 - 240) // 40
+    status = RankStatus()
+    depth = Depth(0, 2, 8, None, on_host=False, cutover=8)
+    depth.measure(status, lambda: (0.03, 0.04), found)
+    assert status.room == found.microbatches()
+    assert Room(torch.device("cpu")).microbatches() == math.inf

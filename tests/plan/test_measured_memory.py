@@ -58,7 +58,12 @@ def test_other_models_and_a_sharded_optimizer(model, data_ranks, measured):
 @pytest.mark.parametrize(
     ("model", "data_ranks", "cutover", "measured"),
     [
-        ("smollm2-135m", 1, None, [4519237632, 3127570944, 2581454336]),  # with a copy on the last stage that is gone
+        (
+            "smollm2-135m",
+            1,
+            None,
+            [4519237632, 3127570944, 2581454336],
+        ),  # with a copy on the last stage that is gone
         ("smollm2-135m", 1, 8, [4639614976, 3194306048, 2649464832]),
         ("smollm2-360m", 1, None, [8988652544, 6484433408, 4938798592, 4166242304]),
         ("smollm2-135m", 2, None, [4228347392, 2984644096, 2410506240, 2622771712]),

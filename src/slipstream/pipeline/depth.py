@@ -10,20 +10,26 @@ delays its neighbours just as a slow link does.
 A cutover below that number (`schedule/cutover.py`) has every group begin with a part of a flush, which costs more than
 a fast link and less than a slow one: `within_cutover` asks the simulator which of the two to have.
 
+No stage is given more than its GPU has memory for (`room.py`); the least, P in flight, is what a layout was chosen by.
+
 On a host stages are ahead by `HOST_LEAD` pairs more. Cores are late for several microbatches
 in a row (other programs, clocks), and their memory is cheap.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from slipstream.pipeline.peers import RankStatus, RunStatus
+from slipstream.pipeline.room import Room
 from slipstream.schedule.asynchronous import warm_up_2bw
 from slipstream.schedule.costs import Costs
 from slipstream.schedule.generate import build
 from slipstream.schedule.simulate import simulate
+
+logger = logging.getLogger("slipstream")
 
 # A loss below this share of the time is not worth twice the activations.
 NEGLIGIBLE = 0.01
@@ -76,6 +82,20 @@ def within_cutover(
     return wanted if seconds(wanted) < (1 - NEGLIGIBLE) * seconds(capped) else capped
 
 
+def within_room(stages: int, microbatches: int, chosen: int, room: Sequence[float]) -> int:
+    """`chosen`, or as many as every stage can hold: `room`, by stage, is what it could beside those of P in flight."""
+    least = warm_up_2bw(stages, microbatches)
+    fits = (
+        in_flight
+        for in_flight in range(chosen, stages, -1)
+        if all(
+            more - few <= left
+            for more, few, left in zip(warm_up_2bw(stages, microbatches, in_flight), least, room, strict=True)
+        )
+    )
+    return next(fits, stages)
+
+
 class Depth:
     """How far one stage runs ahead: as told, or chosen once from times that all stages measured and exchanged."""
 
@@ -85,7 +105,7 @@ class Depth:
         self._stage, self._stages, self._microbatches = stage, stages, microbatches
         self._cutover = cutover
         self._on_host = on_host
-        self._open = in_flight is None and stages > 1
+        self.is_open = in_flight is None and stages > 1  # it is not chosen yet
         self._decided_at: int | None = None
         self._set(in_flight)
         self.link_seconds = 0.0  # one way to the next stage
@@ -98,17 +118,17 @@ class Depth:
 
     def begin_again(self) -> None:
         """After a state was loaded groups are counted from another number."""
-        if self._open:
+        if self.is_open:
             self._decided_at = None
 
     def adapt(self, group: int, statuses: Mapping[int, RunStatus]) -> None:
         """Before `group` enters, if it is the one at which every stage knows the same times."""
-        if not self._open:
+        if not self.is_open:
             return
         if self._decided_at is None:
             self._decided_at = group + 3  # update group + 1 is done on every stage before that group enters
         if group == self._decided_at:
-            self._open = False
+            self.is_open = False
             told = statuses[group - 2]
             stages, m, work, link = (
                 self._stages,
@@ -119,12 +139,22 @@ class Depth:
             chosen = choose_in_flight(stages, m, work, link, self._on_host)
             if work > 0:
                 chosen = within_cutover(stages, m, chosen, self._cutover, work, link)
-            self._set(chosen)
+            held = within_room(stages, m, chosen, told.room)
+            if held < chosen and self._stage == 0:
+                said = (
+                    "%d microbatches in flight: late messages ask for %d, and a GPU has no memory for them."
+                )
+                logger.info(said, held, chosen)
+            self._set(held)
 
-    def measure(self, status: RankStatus, pair_seconds: Callable[[], tuple[float, float]]) -> None:
-        """Until the depth is chosen, what the others should know: a forward and backward at its best, and typically."""
-        if not self._open:
+    def measure(
+        self, status: RankStatus, pair_seconds: Callable[[], tuple[float, float]], room: Room
+    ) -> None:
+        """Until the depth is chosen, what the others should know: a forward and backward at its best, and typically,
+        and how many more there is memory for."""
+        if not self.is_open:
             return
+        status.room = room.microbatches()
         least, typical = pair_seconds()
         status.work_seconds = least
         status.link_seconds = self.link_seconds + typical - least

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from slipstream.pipeline.messages import Spec, spec_of
 from slipstream.pipeline.microbatches import Microbatch, check_loss
 from slipstream.pipeline.options import Options
 from slipstream.pipeline.replica import Replica, before_backward, give_back
+from slipstream.pipeline.room import Room
 from slipstream.pipeline.torch_stage import StageInfo
 from slipstream.pipeline.trace import Trace
 from slipstream.pipeline.update import Updater
@@ -60,6 +62,7 @@ class Flight:
         self._accumulator = Accumulator(
             versions.master, versions.names, at_once=True, dtype=options.gradient_dtype
         )
+        self._room = Room(stage.device)
         self._waiting: deque[_InFlight] = deque()
         self._spec: Spec | None = None  # of this stage's output, fixed by the first microbatch
         self.loss_kwargs: dict[str, Any] = {}  # of the group or evaluation whose forwards run
@@ -72,7 +75,8 @@ class Flight:
         replica = self._versions.replica(group, index)
         left = self._options.n_microbatches - 1 - index
         inputs = list(args) if self._stage.first else self._links.receive_activations(group, index, left)
-        with self._trace.action(Kind.FORWARD, group, index, self._versions.reads(group, index).index):
+        reads = self._versions.reads(group, index).index
+        with self._trace.action(Kind.FORWARD, group, index, reads), self._watched():
             output = self._stage.route.run(replica.call, inputs, kwargs)
             loss = self._loss(output, target) if self._stage.last else None
         outputs = [loss] if loss is not None else _as_message(output)
@@ -81,6 +85,9 @@ class Flight:
             self._send(group, index, outputs)
             return None, None
         return loss.detach(), _detached(output) if keep_output else None
+
+    def _watched(self) -> AbstractContextManager[None]:
+        return self._room.forward() if self._depth.is_open else nullcontext()
 
     def _send(self, group: int, index: int, outputs: list[Tensor]) -> None:
         spec = spec_of(outputs)
@@ -120,7 +127,7 @@ class Flight:
             self._links.send_gradients(group, index, inputs, keep=microbatches)
         self._versions.park(group, index, self._updater.completed, keep=self._updater.copying)
         if index + 1 == microbatches:
-            self._depth.measure(self._updater.status, self._trace.pair_seconds)
+            self._depth.measure(self._updater.status, self._trace.pair_seconds, self._room)
             self._updater.begin(group, self._accumulator.take())
         else:
             self._updater.advance()

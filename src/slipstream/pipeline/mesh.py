@@ -200,12 +200,12 @@ class Mesh(Peers):
         vector[offset : offset + len(mine)] = torch.tensor(mine, dtype=torch.float64)
         vector[count] = float(status.stop)
         if self.holdings.speaks:
-            vector[count + 1 + self.holdings.stage] = status.work_seconds
-            vector[count + 1 + stages + self.holdings.stage] = status.link_seconds
+            told = torch.tensor([status.work_seconds, status.link_seconds, status.room], dtype=torch.float64)
+            vector[count + 1 + self.holdings.stage :: stages] = told
         yield self._sum_over_ranks(vector)
         numbers = vector.tolist()
-        rest = numbers[count + 1 :]
-        return RunStatus(numbers[:count], numbers[count] > 0, rest[:stages], rest[stages:])
+        work, link, room = (numbers[count + 1 + stages * i :][:stages] for i in range(3))
+        return RunStatus(numbers[:count], numbers[count] > 0, work, link, room)
 
     def _sum_over_ranks(self, vector: Tensor) -> Wait:
         if self._host_sum is not None:
@@ -261,8 +261,8 @@ def _joined(ranks: Sequence[int]) -> str:
 
 
 def _numbers(holdings: Holdings) -> int:
-    """The length of what a rank tells in an update: squared norms, a wish to stop, two times of each stage."""
-    return sum(holdings.slots) + 1 + 2 * len(holdings.slots)
+    """The length of what a rank tells in an update: squared norms, a wish to stop, three of each stage."""
+    return sum(holdings.slots) + 1 + 3 * len(holdings.slots)
 
 
 def _discover(

@@ -7,6 +7,7 @@ rank in a pipeline x data x tensor mesh. A large tensor travels as it is, small 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -85,6 +86,7 @@ class RankStatus:
     stop: bool = False  # asks the run to stop
     work_seconds: float = 0.0  # one forward and one backward on this stage
     link_seconds: float = 0.0  # one way over the link behind this stage
+    room: float = math.inf  # microbatches that it could hold beside those in flight
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class RunStatus:
     stop: bool
     work_seconds: list[float]  # by stage
     link_seconds: list[float]
+    room: list[float]
 
 
 class Peers:
@@ -126,7 +129,7 @@ class Peers:
     def exchange(self, squares: Tensor, status: RankStatus) -> Generator[Wait, None, RunStatus]:
         """Tell this rank's slots of the squared norms and its status; return what all told."""
         told = yield from to_host(squares)
-        return RunStatus(told, status.stop, [status.work_seconds], [status.link_seconds])
+        return RunStatus(told, status.stop, [status.work_seconds], [status.link_seconds], [status.room])
 
     def gather(self, weights: Sequence[Tensor]) -> Steps:
         """Complete a bank of which each owner has written its part."""

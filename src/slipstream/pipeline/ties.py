@@ -3,8 +3,8 @@
 Where devices wait, the kernel of a later stage would stand there until the first stage has made its gradient, for P-1
 microbatches: it is queued when the first holder has told that its own is. From then on the first one's device waits for
 the later one's host, which must not wait for the first one's in turn, for its next activation say. So the later one's
-attendant queues it (`attendant.py`; `in_stream.py` says why, `tests/pipeline/test_waits.py` shows the circle). An update
-after which a stage owes nobody anything, as in a synchronous run, can close no circle and needs no attendant.
+attendant queues it (`attendant.py`; `in_stream.py` says why, `tests/pipeline/test_waits.py` shows the circle). An
+update after which a stage owes nobody anything, as in a synchronous run, can close no circle and needs no attendant.
 """
 
 from __future__ import annotations
