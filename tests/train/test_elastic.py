@@ -14,7 +14,7 @@ from slipstream.config import Config
 from slipstream.distributed import RankPool
 from slipstream.distributed.launch import Stop
 from slipstream.errors import ConfigError, LostRankError, UserError
-from slipstream.train import elastic
+from slipstream.train import claim, elastic
 from slipstream.train.elastic import Places, feasible, fitted, supervise
 
 STEPS = ["train.steps=60", "checkpoint.every=5"]
@@ -101,6 +101,18 @@ def test_a_run_shrinks_and_grows(runs, quiet, quick):
     assert runs.steps("run") == list(range(1, 61))
     assert_equal_weights(runs.weights("run"), quiet.weights("run"))
     assert "stages = 2" in (runs.folder / "run" / "config.toml").read_text()  # as it was asked for
+
+
+def test_what_is_left_goes_on_from_memory(runs, quiet, quick):
+    """Nothing is on disk before the end."""
+    wanted = ["pipeline.stages=2", "pipeline.elastic=true", "train.restarts=8", "train.steps=60"]
+    config = runs.config("run", *wanted, "checkpoint.every=0", "checkpoint.memory_every=1")
+    with RankPool(2) as pool, Killer(runs, pool, 1, at_step=12, times=None):
+        assert supervise(pool, Stop(), config, "", print) == "finished"
+    assert stages_by_start(runs)[-1] == 1
+    assert all(event["step"] >= 6 for event in runs.events("run", "start")[1:])
+    assert_equal_weights(runs.weights("run"), quiet.weights("run"))
+    assert not claim.memory_of(runs.folder / "run").exists()
 
 
 def test_a_run_that_gets_nowhere_is_given_up(runs, quick):

@@ -42,6 +42,7 @@ def _without_checkpoints(given: Config) -> Iterator[str]:
     """With checkpoint.keep = 0 nothing is saved, so nothing that needs a saved state may be asked for."""
     asked = {
         "checkpoint.every": (given.checkpoint, "every"),
+        "checkpoint.memory_every": (given.checkpoint, "memory_every"),
         "checkpoint.best": (given.checkpoint, "best"),
         "train.sample_tokens": (given.train, "sample_tokens"),
     }

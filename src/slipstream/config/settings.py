@@ -237,6 +237,9 @@ class TrainSettings(Settings):
 
 class CheckpointSettings(Settings):
     every: int = _output(100, "steps between checkpoints; 0: only at the end (derived: 0 if keep = 0)", ge=0)
+    memory_every: int = _output(
+        0, "steps between checkpoints in the machine's memory, for ranks that are lost; 0: none", ge=0
+    )
     keep: int = _output(2, "finished checkpoints kept; 0: none is written, nor a sample made", ge=0)
     best: bool = _output(
         False, "also keep the state with the lowest validation loss, saved when it is validated"

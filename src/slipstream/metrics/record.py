@@ -163,6 +163,16 @@ def has_event(folder: Path, event: str, step: int) -> bool:
     return any(line.startswith(start) for line in _lines(folder))
 
 
+def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of one kind that are on record; what cannot be read is left out."""
+    found = []
+    for line in _lines(folder):
+        if line.startswith(f'{{"event": "{kind}",'):
+            with contextlib.suppress(ValueError):
+                found.append(parse_json(line))
+    return [event for event in found if isinstance(event, dict)]
+
+
 def _lines(folder: Path) -> list[str]:
     path = folder / EVENTS_FILE
     return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []

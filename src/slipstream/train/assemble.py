@@ -24,6 +24,7 @@ from slipstream.train import build, checkpoint
 from slipstream.train import folder as folders
 from slipstream.train.batches import Share
 from slipstream.train.board import Board
+from slipstream.train.claim import claim_memory
 from slipstream.train.engine import engine_of
 from slipstream.train.folder import Plan
 from slipstream.train.health import Best, Monitor
@@ -33,6 +34,7 @@ from slipstream.train.remote import remote_of
 from slipstream.train.reporter import Position, Reporter
 from slipstream.train.resume import load_into
 from slipstream.train.sources import datasets
+from slipstream.train.state import digest
 from slipstream.train.trackers import open_trackers
 from slipstream.train.trainer import RunParts
 from slipstream.train.writer import Leader, Writer
@@ -97,6 +99,9 @@ def assemble(
         best = Best.after(plan.validations)
         writer = _writer(config, position, plan, recorder, warn, best)
         stack.callback(writer.close)
+        memory = _memory_writer(config, position, plan, recorder, warn)
+        if memory is not None:
+            stack.callback(memory.close)
         yield RunParts(
             config=config,
             model=model,
@@ -117,6 +122,7 @@ def assemble(
             learning_rate=build.learning_rate(config),
             reporter=reporter,
             writer=writer,
+            memory=memory,
             monitor=monitor,
             best=best,
             recorder=recorder,
@@ -165,12 +171,6 @@ def _writer(
     best: Best,
 ) -> Writer:
     """Each rank writes what it owns; the leader commits."""
-    sharded = config.pipeline.shard_optimizer
-
-    def piece(rank: int) -> str:
-        name = f"stage-{rank % position.stages:03d}"
-        return f"{name}.data-{rank // position.stages:03d}" if sharded else name
-
     leader = None
     if recorder is not None:
 
@@ -182,15 +182,50 @@ def _writer(
         def protected() -> int | None:
             return best.step if config.checkpoint.best else None
 
-        writers = position.stages * (position.data_ranks if sharded else 1)
-        names = tuple(piece(rank) for rank in range(writers))
-        leader = Leader(names, config.checkpoint.keep, recorder.wait_for, committed, protected)
+        pieces = _pieces(config, position)
+        leader = Leader(pieces, config.checkpoint.keep, recorder.wait_for, committed, protected)
     root = folders.checkpoints(Path(config.run.dir))
-    train = config.train
+    own, train = _piece(config, position, position.rank), config.train
     return Writer(
-        root, plan.nonce, piece(position.rank), warn, leader, train.timeout_seconds, train.disk_seconds,
-        remote_of(config), plan.shared,
+        root, plan.nonce, own, warn, leader, train.timeout_seconds, train.disk_seconds, remote_of(config), plan.shared,
     )  # fmt: skip
+
+
+def _memory_writer(
+    config: Config,
+    position: Position,
+    plan: Plan,
+    recorder: Recorder | None,
+    warn: Callable[[int, str], None],
+) -> Writer | None:
+    """The same for checkpoints in memory, of which the newest is kept."""
+    if not config.checkpoint.memory_every:
+        return None
+    leader = None
+    if recorder is not None:
+
+        def committed(step: int, path: Path) -> None:
+            recorder.write("checkpoint", step, memory=digest(path / "manifest.json").sha256)
+
+        leader = Leader(_pieces(config, position), 1, recorder.wait_for, committed)
+    root = claim_memory(Path(config.run.dir), _machines(position))
+    own = _piece(config, position, position.rank)
+    return Writer(root, plan.nonce, own, warn, leader, config.train.timeout_seconds)
+
+
+def _piece(config: Config, position: Position, rank: int) -> str:
+    name = f"stage-{rank % position.stages:03d}"
+    return f"{name}.data-{rank // position.stages:03d}" if config.pipeline.shard_optimizer else name
+
+
+def _pieces(config: Config, position: Position) -> tuple[str, ...]:
+    writers = position.stages * (position.data_ranks if config.pipeline.shard_optimizer else 1)
+    return tuple(_piece(config, position, rank) for rank in range(writers))
+
+
+def _machines(position: Position) -> int:
+    ranks = position.stages * position.data_ranks
+    return max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))  # torchrun says
 
 
 def _open_records(
@@ -238,8 +273,5 @@ def _peak(config: Config, position: Position) -> float | None:
     if build.device(config).type != "cuda":
         return None
     peak = peak_flops(torch.cuda.get_device_name())
-    ranks = position.stages * position.data_ranks
-    on_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # torchrun says
-    nodes = ranks // on_this_node
-    devices = min(ranks, torch.cuda.device_count() * nodes)
+    devices = min(position.stages * position.data_ranks, torch.cuda.device_count() * _machines(position))
     return None if peak is None else peak * devices

@@ -5,6 +5,8 @@ Imports no torch: a wrong run.dir is refused before anything slow begins.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from slipstream.errors import UserError
 from slipstream.metrics.events import EVENTS_FILE
 
 LOCK_FILE = "lock"
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -51,3 +54,31 @@ def _starts(path: Path, looks_right: Callable[[bytes], bool]) -> bool:
     except OSError:
         return False
     return not line or looks_right(line)
+
+
+def memory_of(folder: Path) -> Path:
+    """Where the checkpoints of the run in `folder` are that are kept in memory (`in_memory.py`)."""
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    return SHARED_MEMORY / f"slipstream-{os.getuid()}" / name
+
+
+def claim_memory(folder: Path, machines: int) -> Path:
+    """Before the first one is written: a place that nobody else can read or write."""
+    if machines > 1:
+        raise UserError(
+            f"checkpoint.memory_every needs all ranks on one machine, and these are on {machines}: a machine that is "
+            "lost takes its part along. Set checkpoint.memory_every=0, and checkpoint.every lower."
+        )
+    root = memory_of(folder)
+    try:
+        root.parent.mkdir(mode=0o700, exist_ok=True)
+        about = root.parent.lstat()
+    except OSError as error:
+        raise UserError(
+            f"checkpoint.memory_every needs {SHARED_MEMORY}: {error}. Set checkpoint.memory_every=0."
+        ) from None
+    if root.parent.is_symlink() or about.st_uid != os.getuid() or about.st_mode & 0o077:
+        raise UserError(
+            f"'{root.parent}' is not this user's alone. Remove it, or set checkpoint.memory_every=0."
+        )
+    return root

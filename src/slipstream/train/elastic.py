@@ -15,6 +15,7 @@ from slipstream.config import Config, resolve
 from slipstream.distributed import RankPool
 from slipstream.distributed.launch import Stop
 from slipstream.errors import ConfigError, LostRankError, UserError
+from slipstream.train.claim import memory_of
 
 JOB = "slipstream.train.session:run_rank"
 COMING_UP_SECONDS = 120.0  # to import torch and touch a device
@@ -168,5 +169,6 @@ def _growing(
 
 
 def newest_step(config: Config) -> int | None:
-    steps = (Path(config.run.dir) / "checkpoints").glob("step-*")
+    folder = Path(config.run.dir)
+    steps = [*(folder / "checkpoints").glob("step-*"), *memory_of(folder).glob("step-*")]
     return max((int(path.name[5:]) for path in steps if path.name[5:].isdigit()), default=None)

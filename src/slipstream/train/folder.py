@@ -29,7 +29,7 @@ from slipstream.errors import CheckpointError, DiskError, InUseError, UserError
 from slipstream.formats import parse_toml
 from slipstream.metrics.events import EVENTS_FILE, number, read_run
 from slipstream.metrics.record import Cut, cut_back, finished_at, has_event
-from slipstream.train import checkpoint, cutovers, provenance
+from slipstream.train import checkpoint, cutovers, in_memory, provenance
 from slipstream.train.build import learning_rate
 from slipstream.train.claim import LOCK_FILE, refuse_foreign
 from slipstream.train.own_model import changed_description
@@ -122,6 +122,11 @@ def plan(
     root = checkpoints(folder)
     checkpoint.sweep(root)
     found, copy = _newest(root, remote, notes)
+    near = in_memory.newest(folder, notes.append)
+    if near is not None and (found is None or near[1].step > found[1].step):
+        found, copy = near, None
+        notes.append(f"Going on from the checkpoint of step {near[1].step} in memory.")
+    in_memory.forget(folder, but=found[0] if found is not None and found is near else None)
     if found is None:
         return _ended(folder, config, new) or _begin(folder, config, new, notes)
     path, manifest = found
@@ -149,7 +154,7 @@ def plan(
         cut = cut_back(folder, step, again=("validation", "sample") if trained else ())
     due = bool(every) and step % every == 0 and not trained
     missed = due and not has_event(folder, "validation", step)
-    if remote is not None and not finished:
+    if remote is not None and not finished and path.parent == root:
         remote.catch_up(path, new.nonce)
     return replace(
         new,

@@ -23,7 +23,7 @@ from slipstream.config import Config, from_tree
 from slipstream.distributed import World, started_by_torchrun
 from slipstream.distributed.launch import STOPS, Asked
 from slipstream.errors import HealthError, UserError
-from slipstream.train import checkpoint, closing, cutovers, same_folder
+from slipstream.train import checkpoint, closing, cutovers, in_memory, same_folder
 from slipstream.train import folder as folders
 from slipstream.train.assemble import assemble, position_of
 from slipstream.train.board import Board, beating
@@ -134,6 +134,7 @@ def _agree_on_plan(
                 held.enter_context(folders.lock(folder))
             train_data, valid_data = datasets(config, data)
             if rolled is not None:
+                in_memory.forget(folder)  # of the steps that are taken back
                 earlier = checkpoint.forget_from(folders.checkpoints(folder), rolled.failed_at)
                 if earlier and remote is not None:
                     remote.forget_from(rolled.failed_at)

@@ -19,7 +19,7 @@ from slipstream.config import Config
 from slipstream.errors import CheckpointError, HealthError, StageError
 from slipstream.metrics.progress import Show
 from slipstream.metrics.record import Recorder
-from slipstream.train import batches, checkpoint, health
+from slipstream.train import batches, checkpoint, health, in_memory
 from slipstream.train.board import Board
 from slipstream.train.build import Model
 from slipstream.train.engine import RunEngine, losses_of
@@ -47,6 +47,7 @@ class RunParts:
     learning_rate: Callable[[int], float]
     reporter: Reporter
     writer: Writer
+    memory: Writer | None  # of checkpoints in memory, if there are any
     monitor: health.Monitor
     best: health.Best
     recorder: Recorder | None  # the leader's, as is `show`
@@ -110,6 +111,11 @@ def train(
             if not ended_early and parts.best.see(step, loss) and config.checkpoint.best:
                 saver.keep_best(step)  # that state was saved before its loss was known
         parts.writer.finish()
+        if parts.memory is not None:
+            with contextlib.suppress(CheckpointError):  # it was said when it failed
+                parts.memory.finish()
+            if parts.position.leader and reason != "rollback":
+                in_memory.forget(Path(config.run.dir))  # the disk has a newer one
     return Outcome(step, reason, loss, parts.monitor.failed_at if reason == "rollback" else None)
 
 
@@ -170,6 +176,8 @@ class _Saver:
         step, config = group + 1, self._parts.config
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             self.save(step)
+        elif config.checkpoint.memory_every and step % config.checkpoint.memory_every == 0:
+            self._submit(step, self._parts.memory)
         comparable = self._parts.position.data_ranks > 1 or bool(self._parts.tied)
         if comparable and config.health.hash_every and step % config.health.hash_every == 0:
             state = self._parts.engine.capture()
@@ -183,11 +191,15 @@ class _Saver:
         if step == self._saved or not self._parts.config.checkpoint.keep:
             return
         self._saved = step
+        self._submit(step, self._parts.writer)
+
+    def _submit(self, step: int, writer: Writer | None) -> None:
+        assert writer is not None
         if self._parts.position.data_rank == 0 or self._parts.config.pipeline.shard_optimizer:
             snapshot = self._copier.copy(self._parts.engine.capture())
             if snapshot.copied is not None:
                 self._parts.engine.hold(snapshot.copied)
-            self._parts.writer.submit(step, snapshot, self._meta, self._parts.reporter.poll)
+            writer.submit(step, snapshot, self._meta, self._parts.reporter.poll)
 
     def keep_best(self, step: int) -> None:
         """Save the state of `step`; `checkpoints/best` is to lead to it. A checkpoint that is still to be committed is
