@@ -1,0 +1,176 @@
+"""torchtitan's own pipelines and 2BW under torchtitan, in turns: seconds per step of one Llama on four stages.
+
+    PYTHONPATH=src:tests/titan python studies/titan_speed.py OUT [--rounds 3] [--only 1F1B,2bw]
+
+On a GPU the stages have a partition of it each (CUDA MPS, over an NCCL that lets ranks share one: docs/engine.md);
+without one they are processes on cores, and a tiny model. Every turn builds a trainer and trains it for some steps; the
+first are not counted. Writes OUT/turns.jsonl, a line a turn, and prints medians. The head is small, so that stages are
+equal and what is compared is the schedules. Needs torch 2.14 (docs/torchtitan.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.distributed import partitioned
+
+STAGES = 4
+CONTENDERS = {  # torchtitan's name of a schedule, and chunks on each rank
+    "1F1B": ("1F1B", 1),
+    "Interleaved1F1B": ("Interleaved1F1B", 2),
+    "ZBV": ("ZBVZeroBubble", 2),
+    "2bw": ("1F1B", 1),
+}
+WARM, COUNTED = 4, 8
+SECONDS = 240.0  # of one turn
+
+
+def shape(on_gpu: bool) -> dict[str, int]:
+    if on_gpu:
+        return {"dim": 1024, "heads": 16, "layers": 16, "ffn": 2816, "length": 1024, "rows": 4}
+    return {"dim": 32, "heads": 2, "layers": 8, "ffn": 64, "length": 16, "rows": 1}
+
+
+def turn(name: str, microbatches: int, folder: Path) -> dict[str, Any]:
+    """One rank of one contender, from building its trainer to closing it."""
+    import on_cpu  # first: it patches what torchtitan reads when it is imported
+    from torchtitan.models.common import ComplexRoPE
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3 import _build_llama3_layers
+
+    from slipstream.torchtitan import with_2bw
+
+    on_gpu = torch.cuda.is_available()
+    sizes = shape(on_gpu)
+    on_cpu.LENGTH = sizes["length"]
+    config = on_cpu.debug_config(folder)
+    model, dim = config.model_spec.model, sizes["dim"]
+    model.dim = model.tok_embeddings.embedding_dim = model.lm_head.in_features = dim
+    model.norm.normalized_shape = dim
+    rope = ComplexRoPE.Config(dim=dim // sizes["heads"], max_seq_len=sizes["length"], theta=500000)
+    model.layers = _build_llama3_layers(
+        n_layers=sizes["layers"], dim=dim, n_heads=sizes["heads"], hidden_dim=sizes["ffn"], rope=rope,
+        attn_backend="flex",
+    )  # fmt: skip
+    for layer in model.layers:
+        layer.attention.inner_attention = (
+            ScaledDotProductAttention.Config()
+        )  # flex attention has to be compiled
+    schedule, chunks = CONTENDERS[name]
+    rows = microbatches * sizes["rows"]
+    given = {
+        "training.steps": WARM + COUNTED,
+        "training.seq_len": sizes["length"],
+        "training.local_batch_size": rows,
+        "training.global_batch_size": rows,
+        "training.mixed_precision_param": "bfloat16" if on_gpu else "float32",
+        "parallelism.pipeline_parallel_degree": STAGES,
+        "parallelism.pipeline_parallel_microbatch_size": sizes["rows"],
+        "parallelism.pipeline_parallel_schedule": schedule,
+        "parallelism.pipeline_parallel_layers_per_stage": sizes["layers"] // (STAGES * chunks),
+        "parallelism.pipeline_parallel_first_stage_less_layers": 0,
+        "parallelism.pipeline_parallel_last_stage_less_layers": 0,
+    }
+    if name == "2bw":
+        config = with_2bw(config)
+    on_cpu.change(config, given)
+    trainer = config.build()
+    marks: list[float] = []
+    step = trainer.train_step
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        if len(marks) in (WARM, 0) and on_gpu:
+            torch.cuda.synchronize()
+        marks.append(time.perf_counter())
+        return step(*args, **kwargs)
+
+    trainer.train_step = timed
+    try:
+        trainer.train()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds = (time.perf_counter() - marks[WARM]) / COUNTED
+    finally:
+        trainer.close()
+    torch.distributed.destroy_process_group()
+    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+    tokens = rows * sizes["length"]
+    return {
+        "contender": name,
+        "microbatches": microbatches,
+        "seconds": seconds,
+        "tokens": tokens,
+        "peak": peak,
+    }
+
+
+def rank(given: argparse.Namespace) -> None:
+    """One turn in a process of its own: torchtitan's state is the process's."""
+    faulthandler.dump_traceback_later(SECONDS - 20, exit=True)
+    if torch.cuda.is_available() and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
+        os.environ["LOCAL_RANK"] = "0"  # ranks that share a GPU
+    found = turn(given.turn, given.microbatches, given.out / "work")
+    if os.environ["RANK"] == "0":
+        with (given.out / "turns.jsonl").open("a") as file:
+            file.write(json.dumps(found) + "\n")
+
+
+def start(name: str, given: argparse.Namespace, surroundings: dict[str, str]) -> bool:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={STAGES}"]
+    command = [*launcher, __file__, str(given.out), "--turn", name, "--microbatches", str(given.microbatches)]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    environment = {**os.environ, **surroundings, "TITAN_DEVICE": device, "OMP_NUM_THREADS": "1"}
+    with (given.out / f"{name}.log").open("a") as log:
+        try:
+            done = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            return False
+    return done.returncode == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--microbatches", type=int, default=2 * STAGES)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default=",".join(CONTENDERS))
+    parser.add_argument("--turn", choices=CONTENDERS, help="as a rank, of this contender")
+    given = parser.parse_args()
+    if given.turn:
+        rank(given)
+        return
+    given.out.mkdir(parents=True, exist_ok=True)
+    service = partitioned(STAGES) if torch.cuda.is_available() else nullcontext()
+    with service as made:
+        surroundings = {} if made is None else made.environment
+        for number in range(given.rounds):
+            for name in given.only.split(","):
+                ended = start(name, given, surroundings)
+                print(f"round {number + 1}, {name}: {'done' if ended else 'failed, see its log'}", flush=True)
+    if not (given.out / "turns.jsonl").exists():
+        sys.exit(f"No turn ended well. The logs are in {given.out}.")
+    lines = [json.loads(line) for line in (given.out / "turns.jsonl").read_text().splitlines()]
+    medians = {
+        name: statistics.median(line["seconds"] for line in lines if line["contender"] == name)
+        for name in dict.fromkeys(line["contender"] for line in lines)
+    }
+    ours = medians.get("2bw")
+    for name, seconds in sorted(medians.items(), key=lambda pair: pair[1]):
+        over = f", {seconds / ours:.2f} of 2bw's" if ours else ""
+        print(f"{name}: {1000 * seconds:.1f} ms a step, {lines[0]['tokens'] / seconds:,.0f} tokens/s{over}")
+
+
+if __name__ == "__main__":
+    main()
