@@ -4,8 +4,9 @@
     python -m chaos.soak --table soak.jsonl                                          the first and the last quarter
 
 A tiny model on two stages and two data ranks, with checkpoints, validation and reports, as `slipstream train` starts
-it. One line of JSON a minute: for the launcher and each rank its memory (and what of it is its own), files and threads,
-and how many tokens were trained since the run began. At the end it is asked to stop, as a cluster does.
+it; on a GPU with `train.device=cuda` and larger sizes after the options. One line of JSON a minute: for the launcher
+and each rank its memory (and what of it is its own), files and threads, the peaks of memory by stage, and how many
+tokens were trained since the run began. At the end it is asked to stop, as a cluster does.
 """
 
 from __future__ import annotations
@@ -69,7 +70,12 @@ def main() -> None:
 def watch(run: subprocess.Popen, given: argparse.Namespace) -> None:
     began = time.monotonic()
     while (now := time.monotonic() - began) < given.seconds and run.poll() is None:
-        line = {"second": round(now, 1), "tokens": tokens(given.folder / "run")}
+        step = newest_step(given.folder / "run")
+        line = {
+            "second": round(now, 1),
+            "tokens": step.get("tokens", 0),
+            "peaks": step.get("memory_bytes", []),
+        }
         line["processes"] = [held(pid) for pid in (run.pid, *children(run.pid))]
         line["load"] = os.getloadavg()[0]
         with given.out.open("a") as file:
@@ -99,18 +105,18 @@ def held(pid: int) -> dict[str, Any]:
         return {"pid": pid}  # it went while it was looked at
 
 
-def tokens(folder: Path) -> int:
-    """Of the newest step in the log."""
+def newest_step(folder: Path) -> dict[str, Any]:
+    """As the log has it."""
     try:
         with (folder / "events.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
-        return 0
+        return {}
     for line in reversed(lines):
         if line.startswith("{") and line.endswith("}") and (event := json.loads(line))["event"] == "step":
-            return int(event["tokens"])
-    return 0
+            return event
+    return {}
 
 
 def table(lines: list[dict[str, Any]]) -> str:
@@ -133,6 +139,8 @@ def table(lines: list[dict[str, Any]]) -> str:
             ("threads", "threads", 1),
         ):
             row(f"{name}: {words}", lambda part, a=at, k=key, u=unit: f"{_median(part, a, k) / u:.6g}")
+    for stage in range(len(lines[0].get("peaks", []))):
+        row(f"stage {stage}: peak, MiB", lambda part, s=stage: f"{part[-1]['peaks'][s] / 2**20:.6g}")
     row("tokens/s", lambda part: f"{_per(part, 'second'):.0f}")
     row("tokens per processor second", lambda part: f"{_per(part, 'cpu'):.0f}")
     return "\n".join(rows)
