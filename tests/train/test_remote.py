@@ -230,7 +230,7 @@ def test_two_machines_without_a_shared_disk(tmp_path, reference):
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             }  # fmt: skip
             environment = {**os.environ, **{key: str(value) for key, value in torchruns.items()}}
-            words = [sys.executable, "-m", "slipstream", "train", *common, f"run.dir={run}"]
+            words = [sys.executable, "-m", "impatient", "train", *common, f"run.dir={run}"]
             words += [f"pipeline.stages={stages}", *more]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             ranks.append(warm.Popen(words, env=environment, cwd=place, **pipes))

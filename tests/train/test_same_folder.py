@@ -79,7 +79,7 @@ def test_ranks_with_folders_of_their_own_do_not_begin(tmp_path):
             "MASTER_PORT": port,
         }  # fmt: skip
         environment = {**os.environ, **{key: str(value) for key, value in torchruns.items()}}
-        words = [sys.executable, "-m", "slipstream", "train", *settings]
+        words = [sys.executable, "-m", "impatient", "train", *settings]
         ranks.append(
             warm.Popen(
                 words, env=environment, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
