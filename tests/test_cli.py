@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from tests.train.conftest import TINY, make_data
 
+import warm
 from slipstream.cli import main
 from slipstream.models.sizes import PRESETS, parameters
 
@@ -245,16 +247,12 @@ def wait_for_step(folder: Path, step: int) -> None:
     raise AssertionError(f"step {step} was never reached")
 
 
-def workers_of(pid: int) -> list[int]:
-    out = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
-    return [int(line) for line in out.split()]
-
-
 def test_ctrl_c_saves_and_exits_cleanly_and_a_killed_launcher_leaves_nothing(tiny, tmp_path):
+    popen = import_module("slipstream.distributed.launch").subprocess.Popen
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "slipstream", "train", *tiny, f"run.dir={folder}", "train.steps=100000"]
     command += ["checkpoint.every=50"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for_step(folder, 5)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=200)
@@ -263,9 +261,9 @@ def test_ctrl_c_saves_and_exits_cleanly_and_a_killed_launcher_leaves_nothing(tin
     stopped = [event["step"] for event in events(folder) if event["event"] == "checkpoint"][-1]
     assert f"Stopped at step {stopped}" in out
 
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for_step(folder, stopped + 5)
-    workers = workers_of(process.pid)
+    workers = warm.children(process.pid)
     assert len(workers) == 2
     process.kill()
     process.wait()
@@ -289,7 +287,7 @@ def test_torchrun_restarts_resume_by_themselves(tiny, tmp_path):
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )
     wait_for_step(folder, 50)
-    os.kill(workers_of(process.pid)[-1], signal.SIGKILL)
+    os.kill(warm.children(process.pid)[-1], signal.SIGKILL)
     out, _ = process.communicate(timeout=200)
     assert process.returncode == 0, out
     from tests.train.conftest import assert_equal_weights

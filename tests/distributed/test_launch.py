@@ -14,7 +14,7 @@ from slipstream.distributed.answers import Failure, first_cause
 from slipstream.errors import StageError, UserError
 
 
-def test_pool_runs_jobs_of_several_sizes_and_recovers(cold, capfd, monkeypatch):
+def test_pool_runs_jobs_of_several_sizes(cold):
     with RankPool(2) as pool:
         first = pool.run("distributed.jobs:total", 1)
         assert [result[:2] for result in first] == [(0, 3.0), (1, 3.0)]
@@ -25,6 +25,12 @@ def test_pool_runs_jobs_of_several_sizes_and_recovers(cold, capfd, monkeypatch):
         assert pool.run("distributed.jobs:uneven") == [b"x", b"x"]
         with pytest.raises(UserError, match="Set x to 3"):
             pool.run("distributed.jobs:mistake")
+        with pytest.raises(UserError, match="does not fit"):
+            pool.run("distributed.jobs:total", 0, ranks=3)
+
+
+def test_pool_recovers(capfd, monkeypatch, quick):
+    with RankPool(2) as pool:
         with pytest.raises(StageError, match="Rank 1 was killed by SIGKILL before it finished"):
             pool.run("distributed.jobs:death")
         before = pool.run("distributed.jobs:total", 0)
@@ -41,8 +47,6 @@ def test_pool_runs_jobs_of_several_sizes_and_recovers(cold, capfd, monkeypatch):
             assert f"Rank {rank} gave no answer. It is here:" in told
         assert told.count("in stall") == 2
         assert [result[:2] for result in pool.run("distributed.jobs:total", 0)] == [(0, 1.0), (1, 1.0)]
-        with pytest.raises(UserError, match="does not fit"):
-            pool.run("distributed.jobs:total", 0, ranks=3)
 
 
 def test_a_crash_says_where_it_was(capfd, quick):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -293,7 +294,7 @@ def test_an_interrupted_run_ends_and_is_neither_finished_nor_failed(
 def test_a_term_signal_stops_the_command_as_ctrl_c_does(tmp_path, data):
     """Clusters send SIGTERM when the time is up."""
     options = [*SMALLER, f"data.path={data}", "train.steps=1000000", "--out", str(tmp_path)]
-    process = subprocess.Popen(
+    process = import_module("slipstream.distributed.launch").subprocess.Popen(
         [sys.executable, "-m", "slipstream", "study", "run", str(TOY), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -340,7 +341,8 @@ def test_a_worker_that_died_while_idle_is_replaced(tmp_path, data):
         assert worker.point is point
 
 
-def test_a_retry_forgets_the_failures_it_runs_again_and_no_others(tmp_path, data):
+def test_a_retry_forgets_the_failures_it_runs_again_and_no_others(tmp_path, data, monkeypatch):
+    monkeypatch.setattr("slipstream.study.run.Pool", HerePool)
     study = load_study(TOY, [*SMALLER, f"data.path={data}"])
     wanted, other, foreign = study.expand({}).points[:3]
     write_failure(tmp_path / wanted.folder, wanted, "died")

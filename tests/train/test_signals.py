@@ -10,11 +10,19 @@ import subprocess
 import sys
 import threading
 import time
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.train.conftest import Runs, assert_equal_weights
 
+import warm
+
+OPTIONS: dict[str, Any] = {
+    "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True,
+    "env": {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+}  # fmt: skip
 SETTINGS = ["train.steps=60", "train.eval_every=15", "health.hash_every=5"]
 
 
@@ -71,20 +79,15 @@ def command(runs: Runs, *overrides: str) -> list[str]:
 
 
 def started(runs: Runs, *overrides: str) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(
-        command(runs, *overrides),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, process_group=0,
-    )  # fmt: skip
+    """As a user's command, in a fresh interpreter."""
+    return subprocess.Popen(command(runs, *overrides), **OPTIONS, process_group=0)
 
 
-def children(process: subprocess.Popen) -> list[int]:
-    try:
-        return [
-            int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        ]
-    except FileNotFoundError:
-        return []
+def started_warm(runs: Runs, *overrides: str) -> subprocess.Popen:
+    """Sooner under way, which is all that most tests need."""
+    return import_module("slipstream.distributed.launch").subprocess.Popen(
+        command(runs, *overrides), **OPTIONS
+    )
 
 
 def ended(process: subprocess.Popen) -> tuple[int, str]:
@@ -95,7 +98,7 @@ def ended(process: subprocess.Popen) -> tuple[int, str]:
 def test_a_command_that_is_still_starting_its_workers(runs, undisturbed):
     process = started(runs)
     deadline = time.monotonic() + 120
-    while not children(process) and time.monotonic() < deadline:
+    while not warm.children(process.pid) and time.monotonic() < deadline:
         time.sleep(0.005)
     process.send_signal(signal.SIGTERM)  # the first worker has just been born; the second has not
     code, output = ended(process)
@@ -137,9 +140,9 @@ def wait_for_step(runs: Runs, step: int) -> None:
 @pytest.mark.parametrize("kind", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_stop_is_answered_though_a_rank_was_stopped(runs, kind):
     """SIGTERM, or the SIGUSR1 of a batch system: a rank that a SIGSTOP holds is let go on, and the run saves."""
-    process = started(runs, *ENDLESS)
+    process = started_warm(runs, *ENDLESS)
     wait_for_step(runs, 5)
-    held = children(process)[0]
+    held = warm.children(process.pid)[0]
     os.kill(held, signal.SIGSTOP)
     while Path(f"/proc/{held}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         time.sleep(0.01)
@@ -151,12 +154,11 @@ def test_a_stop_is_answered_though_a_rank_was_stopped(runs, kind):
 
 
 def test_a_second_signal_kills(runs, undisturbed):
-    process = started(
-        runs, *ENDLESS, "train.callback=tests.train.own:stall"
-    )  # it cannot answer the first one
+    # It cannot answer the first one.
+    process = started_warm(runs, *ENDLESS, "train.callback=tests.train.own:stall")
     wait_for_step(runs, 12)
     deadline = time.monotonic() + 240
-    workers = children(process)
+    workers = warm.children(process.pid)
 
     def working() -> bool:
         return any(Path(f"/proc/{pid}").exists() for pid in workers)
