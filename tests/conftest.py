@@ -5,8 +5,10 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in worker processes
 
 import gc
+import shutil
 import subprocess
 import sys
+import tempfile
 from importlib import import_module
 from pathlib import Path
 
@@ -32,15 +34,30 @@ def same_products():
         torch.backends.mkldnn.set_flags(True)
 
 
+GPU = Path("/dev/nvidia0").exists()
+
+
+def pytest_configure(config):
+    """Several processes of pytest share one server of warm processes, which the first of them starts."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput") and not GPU:
+        import warm
+
+        folder = tempfile.mkdtemp(prefix="warm-")
+        config.add_cleanup(lambda: shutil.rmtree(folder))
+        config.add_cleanup(warm.close)
+        warm.use(folder)
+        os.environ["WARM_PLACE"] = warm.path()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def warm_starts(tmp_path_factory):
     """Processes of ours are forked from one that has imported everything, which CUDA would not survive."""
     import warm
 
-    if Path("/dev/nvidia0").exists():
+    if GPU:
         yield
         return
-    warm.use(tmp_path_factory.mktemp("s"))
+    warm.use(os.environ.get("WARM_PLACE") or tmp_path_factory.mktemp("s"))
     yield
     warm.close()
 

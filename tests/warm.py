@@ -5,9 +5,9 @@ A fresh interpreter spends four to seven seconds of a core on imports, and the t
 further ones. A few tests start theirs cold, with the real thing (`cold` in conftest.py, and the tests of the command).
 No fork after CUDA: where there is a GPU, every process starts cold (conftest.py).
 
-The server (`python warm.py DESCRIPTOR PATH`) listens on a socket. A request is the command, its environment, its
-folder and its open files; the answer is the process's number and, when it has ended, its status. The server goes
-when the process that started it goes.
+The server (`python warm.py DESCRIPTOR DESCRIPTOR PATH`) listens on a socket, which is there before the server is: a
+request that comes too early waits. It is the command, its environment, its folder and its open files; the answer is
+the process's number and, when it has ended, its status. The server goes when the process that started it goes.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ STARTERS = ("slipstream.distributed.launch", "slipstream.bench.race", "slipstrea
 PRELOADED = (
     "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.fsdp", "slipstream.cli.train",
     "slipstream.train.session", "slipstream.bench.sample", "slipstream.bench.timeline", "slipstream.study.run",
+    "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 NUMBER = struct.Struct("!q")
 _place = Path()
@@ -50,7 +51,7 @@ class Popen:
         self, args, *, env=None, cwd=None, pass_fds=(), stdin=None, stdout=None, stderr=None, text=False
     ):
         assert args[:2] == [sys.executable, "-m"], args
-        path = _path()
+        server = path()
         self.args, self.returncode = args, None
         self.stdout, out = _end(stdout, 1, text)
         self.stderr, err = (None, out) if stderr == subprocess.STDOUT else _end(stderr, 2, text)
@@ -66,7 +67,7 @@ class Popen:
             }
         )
         self._server = socket.socket(socket.AF_UNIX)
-        self._server.connect(path)
+        self._server.connect(server)
         socket.send_fds(self._server, [NUMBER.pack(len(request))], [blank, out, err, *pass_fds])
         self._server.sendall(request)
         os.close(blank)
@@ -184,23 +185,24 @@ def use(place):
             sys.modules[name].subprocess = shim
 
 
-def _path():
+def path():
     """The socket of the server, which is started when it is first needed."""
     global _place, _server
     if _place.is_dir():
-        path = _place / "warm"
+        place = _place / "warm"
         ours, theirs = socket.socketpair()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(place for place in sys.path if place)}
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(place))
+        listener.listen(64)
+        given = [theirs.fileno(), listener.fileno()]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno()), str(path)],
-            pass_fds=[theirs.fileno()],
-            env=environment,
+            [sys.executable, __file__, *map(str, given), str(place)], pass_fds=given, env=environment
         )
         theirs.close()
+        listener.close()
         _server = process, ours
-        if not ours.recv(1):
-            raise RuntimeError(f"the server of warm processes ended with code {process.wait()}")
-        _place = path
+        _place = place
     return str(_place)
 
 
@@ -214,12 +216,9 @@ def close():
 # The server ---------------------------------------------------------------------------------------------
 
 
-def serve(descriptor, path):
+def serve(parent, listener):
     """Fork on request; in the forked process, return what it is to run."""
-    parent = socket.socket(fileno=descriptor)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
-    listener.listen(64)
+    parent, listener = socket.socket(fileno=parent), socket.socket(fileno=listener)
     awake, wake = os.pipe()
     for end in (awake, wake):
         os.set_blocking(end, False)
@@ -227,7 +226,6 @@ def serve(descriptor, path):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for those that can answer it
     signal.set_wakeup_fd(wake)
     gc.freeze()
-    parent.send(b"1")
     asked = {}
     while True:
         ready = select.select([parent, listener, awake], [], [])[0]
@@ -293,6 +291,8 @@ if __name__ == "__main__":
     import warm  # this file, by the name that forked processes know it by
 
     for module in PRELOADED:
-        import_module(module)
-    warm.use(sys.argv[2])
-    become(*serve(int(sys.argv[1]), sys.argv[2]))
+        with contextlib.suppress(ModuleNotFoundError):  # transformers may be missing
+            import_module(module)
+    *descriptors, place = sys.argv[1:]
+    warm.use(place)
+    become(*serve(*map(int, descriptors)))
