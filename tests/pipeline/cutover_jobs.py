@@ -9,7 +9,7 @@ from slipstream import UserError, cloned_state
 from slipstream.optim import build
 from slipstream.pipeline.versions import Versions
 
-M, ROWS, GROUPS = 6, 12, 8
+M, ROWS, GROUPS = 6, 12, 7
 
 
 def muon(module):

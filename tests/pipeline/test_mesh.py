@@ -1,5 +1,7 @@
 """Data parallelism inside a stage: replicated, with a sharded optimizer, and through FSDP2."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -15,14 +17,20 @@ def whole(results):
 
 
 @pytest.fixture(scope="module")
-def single(pool):
-    return pool.run("pipeline.mesh_jobs:train", 2, "plain", ranks=2)
+def trained(pool):
+    """Whole runs on two stages, which several tests compare with; once each."""
+
+    @cache
+    def train(mode, optimizer="adamw", ranks=4):
+        return pool.run("pipeline.mesh_jobs:train", 2, mode, optimizer, ranks=ranks)
+
+    return train
 
 
 @pytest.mark.parametrize("mode", ["plain", "zero1", "fsdp"])
-def test_two_by_two_matches_two_stages(pool, single, mode):
+def test_two_by_two_matches_two_stages(trained, mode):
     """The reduction over data ranks makes bits impossible; 1e-6 relative, as stated."""
-    results = pool.run("pipeline.mesh_jobs:train", 2, mode, ranks=4)
+    single, results = trained("plain", ranks=2), trained(mode)
     expected, found = whole(single), whole(results)
     for name, weight in expected.items():
         error = (found[name] - weight).norm() / weight.norm()
@@ -35,10 +43,9 @@ def test_two_by_two_matches_two_stages(pool, single, mode):
         assert torch.equal(results[2]["weights"][name], weight), "replicas over the data axis stay equal"
 
 
-def test_muon_over_fsdp_equals_muon_alone(pool):
+def test_muon_over_fsdp_equals_muon_alone(trained):
     """The exchange of its matrices runs in the slack, beside FSDP2's own gathers."""
-    expected = whole(pool.run("pipeline.mesh_jobs:train", 2, "plain", "muon", ranks=2))
-    found = whole(pool.run("pipeline.mesh_jobs:train", 2, "fsdp", "muon", ranks=4))
+    expected, found = whole(trained("plain", "muon", ranks=2)), whole(trained("fsdp", "muon"))
     for name, weight in expected.items():
         assert (found[name] - weight).norm() / weight.norm() < 1e-6, name
 
@@ -55,9 +62,8 @@ def test_muon_over_fsdp_where_the_last_stage_has_no_hidden_matrix(pool):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_sharded_optimizer_equals_the_replicated_one(pool, optimizer):
-    plain = pool.run("pipeline.mesh_jobs:train", 2, "plain", optimizer, ranks=4)
-    sharded = pool.run("pipeline.mesh_jobs:train", 2, "zero1", optimizer, ranks=4)
+def test_a_sharded_optimizer_equals_the_replicated_one(trained, optimizer):
+    plain, sharded = trained("plain", optimizer), trained("zero1", optimizer)
     assert [r["losses"] for r in sharded] == [r["losses"] for r in plain]
     for one, other in zip(sharded, plain, strict=True):
         for name, weight in other["weights"].items():
@@ -69,8 +75,8 @@ def test_a_sharded_optimizer_equals_the_replicated_one(pool, optimizer):
         assert max(shares) < 0.7 * total, "each data rank owns about half"
 
 
-def test_a_sharded_state_loads_into_an_unsharded_run(pool):
-    straight = pool.run("pipeline.mesh_jobs:train", 2, "plain", ranks=2)
+def test_a_sharded_state_loads_into_an_unsharded_run(pool, trained):
+    straight = trained("plain", ranks=2)
     head = pool.run("pipeline.mesh_jobs:train", 2, "zero1", groups=range(4), ranks=4)
     state = merge_states([result["state"] for result in head])
     tail = pool.run("pipeline.mesh_jobs:train", 2, "plain", state=state, groups=range(4, 8), ranks=2)
@@ -79,8 +85,8 @@ def test_a_sharded_state_loads_into_an_unsharded_run(pool):
 
 
 @pytest.mark.parametrize("mode", ["zero1", "fsdp"])
-def test_a_sharded_run_goes_on_from_its_own_state_bit_for_bit(pool, mode):
-    straight = pool.run("pipeline.mesh_jobs:train", 2, mode, ranks=4)
+def test_a_sharded_run_goes_on_from_its_own_state_bit_for_bit(pool, trained, mode):
+    straight = trained(mode)
     head = pool.run("pipeline.mesh_jobs:train", 2, mode, groups=range(4), ranks=4)
     states = [result["state"] for result in head]
     state = merge_states(states) if mode == "zero1" else states  # FSDP: to each rank its own shards
