@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+from contextlib import redirect_stdout
 
 import numpy as np
 import pytest
 import torch
 from tests.models.hugging_face_configs import described
-from tests.train.conftest import TINY
+from tests.train.conftest import TINY, Runs
 
 from slipstream.cli.export import export as export_command
 from slipstream.config import load, resolve
@@ -51,29 +53,30 @@ def docs(folder, kind):
     return [json.loads(line) for line in (folder / f"held_out_{kind}.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture
-def exported(runs, tmp_path, capsys):
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory, pool):
     """A run on text that every window gives back (plain letters, no blanks, a token for each), exported with tasks."""
-    runs.data = tmp_path / "text"
+    place = tmp_path_factory.mktemp("exported")
+    runs = Runs(place, place / "text", pool)
     write_data(runs.data, 257, "-")
     result = runs.train(
         "text-run", "pipeline.schedule=emulate", "model.vocab=257", f"data.sequence={SEQUENCE}", "train.eval_batches=2",
         "train.steps=40",
     )  # fmt: skip
-    capsys.readouterr()
-    run, folder, tasks = runs.folder / "text-run", tmp_path / "exported", tmp_path / "tasks"
-    export_command(run, folder, "float32", tasks, as_json=True)
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    run, folder, tasks = place / "text-run", place / "exported", place / "tasks"
+    with redirect_stdout(io.StringIO()) as told:
+        export_command(run, folder, "float32", tasks, as_json=True)
+    said = json.loads(told.getvalue().splitlines()[-1])
     return run, folder, tasks, said, result["validation_loss"]
 
 
-def test_the_tasks_ask_what_our_validation_reads(exported, runs):
+def test_the_tasks_ask_what_our_validation_reads(exported):
     run, _, tasks, said, validated = exported
     assert said["left_out"] == 0
     assert said["windows"] == len(docs(tasks, "windows")) == WINDOWS
     assert said["loss"] == pytest.approx(validated, abs=1e-5)
     tokenizer = Tokenizer.load(load_master(run).tokenizer)
-    held_out = TokenDataset(runs.data, "valid", SEQUENCE, WINDOWS, shuffle=False)
+    held_out = TokenDataset(run.parent / "text", "valid", SEQUENCE, WINDOWS, shuffle=False)
     inputs, targets = held_out.batch(0)
     for doc, row, target in zip(docs(tasks, "windows"), inputs.tolist(), targets.tolist(), strict=True):
         assert doc["context"] + doc["continuation"] == tokenizer.decode([*row, target[-1]])
