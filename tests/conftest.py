@@ -3,6 +3,9 @@
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in worker processes
+os.environ["MIMALLOC_PURGE_DELAY"] = (
+    "0"  # torch's allocator on Arm gives back what is freed, so that memory can be seen
+)
 
 import gc
 import shutil

@@ -93,8 +93,9 @@ def measure(
     updates: int,
     timeout_seconds: float,
     progress: Progress = lambda _: None,
+    alone: RankPool | None = None,
 ) -> Result:
-    """Sample every contender `rounds` times; `updates` updates a sample."""
+    """Sample every contender `rounds` times; `updates` updates a sample. `alone`: ranks that show their memory."""
     result = Result(work)
     for name in (name for name in contenders if name in RIVALS):
         if work.link_latency_seconds > 0:
@@ -102,8 +103,9 @@ def measure(
         elif reason := RIVALS[name].not_applicable(work.stages, work.microbatches):
             result.errors[name] = f"{NOT_APPLICABLE}: {reason}"
     taker = _Taker(pool, result, timeout_seconds, progress)
-    taker.warm_up()
-    taker.alone(contenders, 1, ALONE_UPDATES)
+    first = replace(taker, pool=pool if alone is None else alone)
+    first.warm_up()
+    first.alone(contenders, 1, ALONE_UPDATES)
     result.samples = {name: [] for name in result.samples}
     if work.device == "cpu" or result.together_bytes < SHARE_TOGETHER * _device_bytes():
         taker.in_turns(rounds, updates)
