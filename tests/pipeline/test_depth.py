@@ -153,6 +153,8 @@ def test_what_a_gpu_has_room_for(monkeypatch):
     }
     for name, answer in cuda.items():
         monkeypatch.setattr(room.torch.cuda, name, answer)
+    alone = Room(torch.device("cuda"))  # without a process group
+    assert alone.microbatches() == math.inf
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     found = Room(torch.device("cuda"))
     assert found.microbatches() == math.inf, "nothing is known of them yet"

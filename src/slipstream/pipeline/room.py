@@ -47,5 +47,6 @@ class Room:
 def _budget(device: torch.device) -> float:
     """Bytes that this process may have: what it has, and its part of what is free."""
     free, _ = torch.cuda.mem_get_info(device)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     return torch.cuda.memory_reserved(device) + free / math.ceil(here / torch.cuda.device_count())
