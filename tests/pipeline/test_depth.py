@@ -153,10 +153,8 @@ def test_what_a_gpu_has_room_for(monkeypatch):
     }
     for name, answer in cuda.items():
         monkeypatch.setattr(room.torch.cuda, name, answer)
-    alone = Room(torch.device("cuda"))  # without a process group
-    assert alone.microbatches() == math.inf
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    found = Room(torch.device("cuda"))
+    found = Room(torch.device("cuda"), shared=True)
     assert found.microbatches() == math.inf, "nothing is known of them yet"
     for _ in range(3):
         with found.forward():
@@ -164,6 +162,14 @@ def test_what_a_gpu_has_room_for(monkeypatch):
     assert found.microbatches() == ((1 - MARGIN) * 600 - 240) // 40
     status = RankStatus()
     depth = Depth(0, 2, 8, None, on_host=False, cutover=8)
-    depth.measure(status, lambda: (0.03, 0.04), found)
+    depth.room = found
+    depth.measure(status, lambda: (0.03, 0.04))
     assert status.room == found.microbatches()
+    own = Room(torch.device("cuda"))
+    allocated = iter([0, 40])
+    with own.forward():
+        pass
+    assert own.microbatches() == ((1 - MARGIN) * 1100 - 240) // 40, (
+        "a GPU to itself, whoever else is on the machine"
+    )
     assert Room(torch.device("cpu")).microbatches() == math.inf

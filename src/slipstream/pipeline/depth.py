@@ -22,6 +22,8 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from slipstream.pipeline.peers import RankStatus, RunStatus
 from slipstream.pipeline.room import Room
 from slipstream.schedule.asynchronous import warm_up_2bw
@@ -109,6 +111,7 @@ class Depth:
         self._decided_at: int | None = None
         self._set(in_flight)
         self.link_seconds = 0.0  # one way to the next stage
+        self.room = Room(torch.device("cpu"))  # on a GPU the runtime puts its own here
 
     def _set(self, in_flight: int | None) -> None:
         every = warm_up_2bw(self._stages, self._microbatches, in_flight)
@@ -147,14 +150,12 @@ class Depth:
                 logger.info(said, held, chosen)
             self._set(held)
 
-    def measure(
-        self, status: RankStatus, pair_seconds: Callable[[], tuple[float, float]], room: Room
-    ) -> None:
+    def measure(self, status: RankStatus, pair_seconds: Callable[[], tuple[float, float]]) -> None:
         """Until the depth is chosen, what the others should know: a forward and backward at its best, and typically,
         and how many more there is memory for."""
         if not self.is_open:
             return
-        status.room = room.microbatches()
+        status.room = self.room.microbatches()
         least, typical = pair_seconds()
         status.work_seconds = least
         status.link_seconds = self.link_seconds + typical - least

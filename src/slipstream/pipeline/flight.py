@@ -23,7 +23,6 @@ from slipstream.pipeline.messages import Spec, spec_of
 from slipstream.pipeline.microbatches import Microbatch, check_loss
 from slipstream.pipeline.options import Options
 from slipstream.pipeline.replica import Replica, before_backward, give_back
-from slipstream.pipeline.room import Room
 from slipstream.pipeline.torch_stage import StageInfo
 from slipstream.pipeline.trace import Trace
 from slipstream.pipeline.update import Updater
@@ -62,7 +61,6 @@ class Flight:
         self._accumulator = Accumulator(
             versions.master, versions.names, at_once=True, dtype=options.gradient_dtype
         )
-        self._room = Room(stage.device)
         self._waiting: deque[_InFlight] = deque()
         self._spec: Spec | None = None  # of this stage's output, fixed by the first microbatch
         self.loss_kwargs: dict[str, Any] = {}  # of the group or evaluation whose forwards run
@@ -87,7 +85,7 @@ class Flight:
         return loss.detach(), _detached(output) if keep_output else None
 
     def _watched(self) -> AbstractContextManager[None]:
-        return self._room.forward() if self._depth.is_open else nullcontext()
+        return self._depth.room.forward() if self._depth.is_open else nullcontext()
 
     def _send(self, group: int, index: int, outputs: list[Tensor]) -> None:
         spec = spec_of(outputs)
@@ -127,7 +125,7 @@ class Flight:
             self._links.send_gradients(group, index, inputs, keep=microbatches)
         self._versions.park(group, index, self._updater.completed, keep=self._updater.copying)
         if index + 1 == microbatches:
-            self._depth.measure(self._updater.status, self._trace.pair_seconds, self._room)
+            self._depth.measure(self._updater.status, self._trace.pair_seconds)
             self._updater.begin(group, self._accumulator.take())
         else:
             self._updater.advance()

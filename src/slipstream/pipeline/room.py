@@ -20,10 +20,11 @@ MARGIN = 0.05  # of what this process may have: a cache has holes
 class Room:
     """Of one stage, after its weights and communicators have been made."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, shared: bool = False) -> None:
+        """`shared`: other ranks are on this GPU."""
         self._device, self._on_gpu = device, device.type == "cuda"
         self._left_by_forward = 0
-        self._budget = _budget(device) if self._on_gpu else 0.0
+        self._budget = _budget(device, shared) if self._on_gpu else 0.0
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -44,9 +45,8 @@ class Room:
         return max(0.0, free // self._left_by_forward)
 
 
-def _budget(device: torch.device) -> float:
+def _budget(device: torch.device, shared: bool) -> float:
     """Bytes that this process may have: what it has, and its part of what is free."""
     free, _ = torch.cuda.mem_get_info(device)
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return torch.cuda.memory_reserved(device) + free / math.ceil(here / torch.cuda.device_count())
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size()) if shared else 1
+    return torch.cuda.memory_reserved(device) + free / math.ceil(ranks / torch.cuda.device_count())

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from slipstream.distributed.groups import shares_gpus
 from slipstream.errors import UserError
 from slipstream.optim.corrections import Correction, build_correction, check_mixed
 from slipstream.pipeline import state as states
@@ -44,6 +45,7 @@ from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, merged
 from slipstream.pipeline.options import Options
 from slipstream.pipeline.placement import Placement
 from slipstream.pipeline.replica import Prepare, give_back, sum_gradients
+from slipstream.pipeline.room import Room
 from slipstream.pipeline.sharding import collapse, make_whole, materialised, refuse_lost, refuse_to_save
 from slipstream.pipeline.torch_stage import read_stage
 from slipstream.pipeline.trace import Trace
@@ -172,6 +174,9 @@ class Schedule2BW(Engine):
         self._updater.wait_for = self._links.wait_for
         self._trace = Trace(self._stage.index, self._stage.device)
         self._updater.timing = lambda group: self._trace.action(Kind.UPDATE, group, version=group + 1)
+        groups = self._peers.groups
+        if self._depth.is_open and groups is not None:
+            self._depth.room = Room(self._stage.device, groups.kind != "nccl" or shares_gpus())
         self._flight = Flight(
             self._stage, options, self._versions, self._links, self._updater, self._depth, self._trace,
             self._loss,
