@@ -7,11 +7,12 @@ import os
 import resource
 import signal
 import time
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
 
-from slipstream.errors import UserError
+from slipstream.errors import StageError, UserError
 
 
 def total(world, value):
@@ -92,3 +93,19 @@ def uneven(world):
 
 def variable(world, name):
     return os.environ[name]
+
+
+def close_slowly(world, seconds):
+    """Rank 0 fails, and takes so long to close its groups; rank 1 waited for it in vain."""
+    module = import_module("slipstream.distributed.world")
+    if world.rank == 0:
+        close = module._close
+
+        def slowly(failed):
+            module._close = close
+            time.sleep(seconds)
+            close(failed)
+
+        module._close = slowly
+        raise ValueError("the cause")
+    raise StageError("Stage 1 waited for stage 0 in vain")

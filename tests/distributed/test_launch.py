@@ -49,6 +49,14 @@ def test_pool_recovers(capfd, monkeypatch, quick):
         assert [result[:2] for result in pool.run("distributed.jobs:total", 0)] == [(0, 1.0), (1, 1.0)]
 
 
+def test_a_cause_is_told_before_the_groups_are_closed(quick):
+    """Which takes a while where others are lost: longer than the launcher waits after what a neighbour saw."""
+    with RankPool(2) as pool:
+        with pytest.raises(StageError, match="Rank 0 failed with ValueError: the cause"):
+            pool.run("distributed.jobs:close_slowly", 4.0, timeout=60)
+        assert [row[1] for row in pool.run("distributed.jobs:total", 1, timeout=60)] == [3.0, 3.0]
+
+
 def test_a_crash_says_where_it_was(capfd, quick):
     with RankPool(2) as pool, pytest.raises(StageError, match="Rank 1 was killed by SIGSEGV"):
         pool.run("distributed.jobs:crash")

@@ -27,6 +27,7 @@ NOTICE_SECONDS = 10.0  # without a beat before a word is said about it
 STACKS = signal.SIGUSR2  # has a rank print where it is
 PRINTING_SECONDS = 0.5
 BEAT = "beat"
+CAUSE = "cause"  # of a failure, told by a rank that is yet to answer
 
 
 class Process(Protocol):
@@ -76,6 +77,7 @@ def collect(
     deadline = None if timeout is None else time.monotonic() + timeout
     results: dict[int, Any] = {}
     failures: list[Failure] = []
+    causes: dict[int, Failure] = {}  # told by ranks that have not ended yet
     now = time.monotonic()
     waiting: dict[Any, _Rank] = {
         process.connection: _Rank(rank, process, now) for rank, process in enumerate(processes)
@@ -88,21 +90,27 @@ def collect(
             if outcome == BEAT:
                 _heard_again(rank)
                 continue
+            if outcome == CAUSE:
+                kind, (error, text) = value
+                causes[rank.number] = Failure(kind, error, text, rank.number)
+                continue
             del waiting[connection]
             if outcome == "result":
                 results[rank.number] = value
             else:
-                failures.append(Failure(outcome, value[0], value[1], rank.number))
-        lost = [] if failures else _watch(list(waiting.values()), patience_seconds)
+                own = causes.pop(rank.number, None)
+                failures.append(own or Failure(outcome, value[0], value[1], rank.number))
+        lost = [] if failures or causes else _watch(list(waiting.values()), patience_seconds)
         failures += lost
         for failure in lost:
             rank = next(rank for rank in waiting.values() if rank.number == failure.rank)
             rank.process.kill()
             del waiting[rank.process.connection]
-        if failures and (deadline is None or deadline > time.monotonic() + GRACE_SECONDS):
+        if (failures or causes) and (deadline is None or deadline > time.monotonic() + GRACE_SECONDS):
             deadline = time.monotonic() + GRACE_SECONDS
         if deadline is not None and time.monotonic() >= deadline:
             break
+    failures += causes.values()
     _end(list(waiting.values()), failures)
     if failures:
         raise first_cause(failures)

@@ -18,13 +18,14 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
-from slipstream.distributed.answers import BEAT, BEAT_SECONDS, STACKS, read, send
+from slipstream.distributed.answers import BEAT, BEAT_SECONDS, CAUSE, STACKS, read, send
 from slipstream.distributed.launch import STOPS, Job
 from slipstream.errors import StageError, UserError
 
@@ -56,8 +57,8 @@ def main(descriptor: int) -> None:
             continue
         job = message
         meeting = None if listener is None else listener.detach()
-        with _beating(connection):
-            answer = _perform(job, meeting)
+        with _beating(connection) as quiet:
+            answer = _perform(job, meeting, partial(_tell, connection, quiet))
         while pending := STOPS & signal.sigpending():  # meant for the job that has just ended
             signal.sigwait(pending)
         listener = None
@@ -99,6 +100,15 @@ class _Unreadable:
     why: str
 
 
+def _tell(connection: Connection, quiet: Callable[[], None], failure: tuple[str, Any]) -> None:
+    """What went wrong here, ahead of the answer: groups that lost somebody take a while to be closed."""
+    quiet()
+    with contextlib.suppress(
+        OSError, TypeError, AttributeError, ValueError
+    ):  # else the answer says what is wrong
+        send(connection, (CAUSE, failure))
+
+
 def _answer(connection: Connection, answer: tuple[str, Any]) -> None:
     try:
         send(connection, answer)
@@ -107,8 +117,8 @@ def _answer(connection: Connection, answer: tuple[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _beating(connection: Connection) -> Iterator[None]:
-    """Inside, the launcher hears from this process; when this ends, nothing but the answer is sent any more."""
+def _beating(connection: Connection) -> Iterator[Callable[[], None]]:
+    """Inside, the launcher hears from this process; once it ends, or what it gives is called, only answers are sent."""
     over = threading.Event()
 
     def beat() -> None:
@@ -118,11 +128,15 @@ def _beating(connection: Connection) -> Iterator[None]:
 
     thread = threading.Thread(target=beat, name="slipstream-beat", daemon=True)
     thread.start()
-    try:
-        yield
-    finally:
+
+    def quiet() -> None:
         over.set()
         thread.join()
+
+    try:
+        yield quiet
+    finally:
+        quiet()
 
 
 def _comes_up(place: int) -> bool:
@@ -132,7 +146,8 @@ def _comes_up(place: int) -> bool:
     return comes_up(place)
 
 
-def _perform(job: Job, listener: int | None) -> tuple[str, Any]:
+def _perform(job: Job, listener: int | None, tell: Callable[[tuple[str, Any]], None]) -> tuple[str, Any]:
+    from slipstream.distributed.lost import is_lost_peer
     from slipstream.distributed.world import initialise
 
     try:
@@ -144,13 +159,22 @@ def _perform(job: Job, listener: int | None) -> tuple[str, Any]:
         if job.patience_seconds is not None:
             options["timeout_seconds"] = job.patience_seconds
         with initialise(job.rank, job.ranks, **options) as world:
-            return "result", function(world, *job.args, **job.kwargs)
-    except UserError as error:
-        return "mistake", (error, "")
+            try:
+                return "result", function(world, *job.args, **job.kwargs)
+            except Exception as error:
+                if not is_lost_peer(error):  # what many see, and is said in other words (`own_words`)
+                    tell(_failure(job, error))
+                raise
     except Exception as error:
-        # The launcher prints the traceback of the first cause only: its peers' are consequences.
-        message = f"Rank {job.rank} failed with {type(error).__name__}: {error}"
-        return "crash", (StageError(message), traceback.format_exc())
+        return _failure(job, error)
+
+
+def _failure(job: Job, error: Exception) -> tuple[str, Any]:
+    if isinstance(error, UserError):
+        return "mistake", (error, "")
+    # The launcher prints the traceback of the first cause only: its peers' are consequences.
+    message = f"Rank {job.rank} failed with {type(error).__name__}: {error}"
+    return "crash", (StageError(message), traceback.format_exc())
 
 
 if __name__ == "__main__":
