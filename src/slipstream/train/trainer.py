@@ -33,7 +33,7 @@ from slipstream.train.writer import Writer
 
 @dataclass(frozen=True)
 class RunParts:
-    """Everything the loop uses, made in `session.py`."""
+    """Everything the loop uses, made in `assemble.py`."""
 
     config: Config
     model: Model
