@@ -157,3 +157,25 @@ def test_a_lost_connection_is_not_named_where_a_rank_has_trouble_of_its_own():
     cause = Failure("mistake", UserError("ValueError: shapes differ"), "")
     assert str(first_cause([seen, cause])) == "ValueError: shapes differ"
     assert first_cause([seen]) is seen.error
+
+
+def test_a_rank_that_is_stopped_after_it_was_slow_is_said_to_be_stopped(capfd):
+    """One that was late was named without the word that helps, and then never again."""
+
+    class Process:
+        pid, is_stopped = 7, False
+
+        def stopped(self) -> bool:
+            return self.is_stopped
+
+    answers = import_module("slipstream.distributed.answers")
+    process = Process()
+    rank = answers._Rank(0, process, time.monotonic() - answers.NOTICE_SECONDS - 1)
+    told = []
+    for stopped in (False, False, True, True):
+        process.is_stopped = stopped
+        assert answers._watch([rank], None) == []
+        told.append(capfd.readouterr().err)
+    assert told[0].endswith("has not been heard for 11 s.\n")
+    assert told[2].endswith("`kill -CONT 7` lets it go on.\n")
+    assert told[1] == told[3] == ""

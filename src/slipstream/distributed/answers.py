@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from slipstream.errors import HealthError, LostRankError, StageError
 
@@ -61,7 +61,7 @@ class _Rank:
     number: int
     process: Process
     heard: float  # when it last was
-    noticed: bool = False
+    noticed: Literal["", "silent", "stopped"] = ""  # what has been said of it since
 
     def __str__(self) -> str:
         return f"Rank {self.number} (process {self.process.pid})"
@@ -136,7 +136,7 @@ def _heard_again(rank: _Rank) -> None:
     now = time.monotonic()
     if rank.noticed:
         _say(f"Rank {rank.number} is heard again, after {now - rank.heard:.0f} s.")
-    rank.heard, rank.noticed = now, False
+    rank.heard, rank.noticed = now, ""
 
 
 def _watch(ranks: Sequence[_Rank], patience_seconds: float | None) -> list[Failure]:
@@ -144,10 +144,14 @@ def _watch(ranks: Sequence[_Rank], patience_seconds: float | None) -> list[Failu
     lost = []
     for rank in ranks:
         silent = time.monotonic() - rank.heard
-        if silent > NOTICE_SECONDS and not rank.noticed:
-            rank.noticed = True
-            stopped = f": it is stopped (SIGSTOP). `kill -CONT {rank.process.pid}` lets it go on"
-            _say(f"{rank} has not been heard for {silent:.0f} s{stopped if rank.process.stopped() else ''}.")
+        if silent > NOTICE_SECONDS and rank.noticed != "stopped":
+            words = f"{rank} has not been heard for {silent:.0f} s"
+            if rank.process.stopped():  # perhaps only since it was noticed
+                rank.noticed = "stopped"
+                _say(f"{words}: it is stopped (SIGSTOP). `kill -CONT {rank.process.pid}` lets it go on.")
+            elif not rank.noticed:
+                rank.noticed = "silent"
+                _say(f"{words}.")
         # The ranks that wait for it give up first, and say what they waited for.
         if patience_seconds is not None and silent > patience_seconds + GRACE_SECONDS:
             how = "is stopped" if rank.process.stopped() else "does not run"
