@@ -142,25 +142,29 @@ def draw(found: list[Dot]) -> str:
         'font-size="12" role="img" aria-label="Gap in validation loss against parameters of the model">',
         f"<metadata>{json.dumps([asdict(dot) for dot in found])}</metadata>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
-        _text(LEFT, 22, "Muon: how much higher the final validation loss is than without delay", size=14),
+        text_at(LEFT, 22, "Muon: how much higher the final validation loss is than without delay", size=14),
     ]
     for number, (mode, label) in enumerate(MODES.items()):
         parts += [_mark(LEFT + 8 + 180 * number, 44, COLOURS[mode])]
-        parts += [_text(LEFT + 20 + 180 * number, 48, label)]
-    parts += [_mark(LEFT + 8 + 545, 44, "#555", published=True), _text(LEFT + 565, 48, "published")]
+        parts += [text_at(LEFT + 20 + 180 * number, 48, label)]
+    parts += [_mark(LEFT + 8 + 545, 44, "#555", published=True), text_at(LEFT + 565, 48, "published")]
     bars = "Bars: 95 % intervals over three paired seeds (five at 8M). Lines: equal batch and text."
-    parts += [_text(LEFT, 66, f"{bars} Open circle: three final losses from a log.", colour="#555", size=11)]
+    parts += [
+        text_at(LEFT, 66, f"{bars} Open circle: three final losses from a log.", colour="#555", size=11)
+    ]
     for tick in TICKS:
         y, colour = _y(tick), "#e4e4e4" if tick else "#888"
         parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="{colour}"/>')
-        parts.append(_text(LEFT - 8, y + 4, f"{tick:+.2f}" if tick else "0", anchor="end"))
+        parts.append(text_at(LEFT - 8, y + 4, f"{tick:+.2f}" if tick else "0", anchor="end"))
     for setting in dict.fromkeys(dot.setting for dot in found):
         one = next(dot for dot in found if dot.setting == setting)
-        parts.append(_text(_x(one.parameters), HEIGHT - BOTTOM + 18, setting, anchor="middle"))
+        parts.append(text_at(_x(one.parameters), HEIGHT - BOTTOM + 18, setting, anchor="middle"))
         ratio = f"{one.tokens_per_parameter:.2g}"
-        parts.append(_text(_x(one.parameters), HEIGHT - BOTTOM + 34, ratio, anchor="middle", colour="#555"))
+        parts.append(text_at(_x(one.parameters), HEIGHT - BOTTOM + 34, ratio, anchor="middle", colour="#555"))
     middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(_text(middle, HEIGHT - 10, "parameters; below them, tokens per parameter", anchor="middle"))
+    parts.append(
+        text_at(middle, HEIGHT - 10, "parameters; below them, tokens per parameter", anchor="middle")
+    )
     for mode in MODES:
         joined = [dot for dot in found if dot.mode == mode and dot.setting in LADDER]
         corners = "L".join(f"{_place(dot):.1f} {_y(dot.gap):.1f}" for dot in joined)
@@ -198,7 +202,7 @@ def _y(gap: float) -> float:
     return TOP + (high - here) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
 
-def _text(
+def text_at(
     x: float, y: float, text: str, *, anchor: str = "start", colour: str = "#222", size: int = 12
 ) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" font-size="{size}">{text}</text>'

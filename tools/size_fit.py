@@ -134,8 +134,8 @@ def gap_rows() -> list[str]:
             by_curve = mean_penalty([one for one in found if one is not None])
             by_length = penalty_of_gap(gap, slope(size))
             mark = " (log)" if not any(_whole(row, size, mode) for row in table("ladder-runs")) else ""
-            cells = [size, name + mark, _told(gap, "+.4f"), _told(by_curve, ".3f"), _told(by_length, ".3f")]
-            rows.append(_row(cells))
+            cells = [size, name + mark, shown(gap, "+.4f"), shown(by_curve, ".3f"), shown(by_length, ".3f")]
+            rows.append(row_of(cells))
     return rows
 
 
@@ -147,7 +147,9 @@ def fit_rows() -> list[str]:
             around = f"{line.exponent:.2f} [{line.exponent - line.half:.2f}, {line.exponent + line.half:.2f}]"
             bend = "–" if line.bend is None else f"{line.bend:.1f}"
             told = [_predicted(*line.at(size)) for _, size in LARGER]
-            rows.append(_row([name, ", ".join(sizes), around, bend, *(told if sizes[-1] == "8M" else "––")]))
+            rows.append(
+                row_of([name, ", ".join(sizes), around, bend, *(told if sizes[-1] == "8M" else "––")])
+            )
     return rows
 
 
@@ -162,7 +164,7 @@ def needed_rows() -> list[str]:
         for (small, first), (large, second) in pairwise(steps):
             told = f"{math.log(first / second) / math.log(large / small):.2f}" if first and second else "–"
             cells += [f"{second:+.3f}", told]
-        rows.append(_row(cells))
+        rows.append(row_of(cells))
     return rows
 
 
@@ -171,10 +173,8 @@ def length_rows() -> list[str]:
     rows = []
     for size in (*SIZES, "16M"):
         (sync, updates), (late, _) = quarter_loss(size, "sync"), quarter_loss(size, "ef")
-        whole = ["not run", "–"]
-        if size in SIZES:
-            whole = [str(synchronous(size)["0"].steps), f"{gaps(size, 'ef')[0]:+.4f}"]
-        rows.append(_row([size, str(updates), f"{late - sync:+.4f}", *whole]))
+        whole = [str(synchronous(size)["0"].steps), f"{gaps(size, 'ef')[0]:+.4f}"]
+        rows.append(row_of([size, str(updates), f"{late - sync:+.4f}", *whole]))
     return rows
 
 
@@ -182,7 +182,7 @@ def rate_rows() -> list[str]:
     """2M: the gaps to synchronous runs at twice the rate, which a quarter of the length would have chosen."""
     reference = logged("2M", "sync")
     told = {mode: [loss - reference[seed] for seed, loss in losses("2M", mode).items()] for mode in NAMES}
-    return [_row([NAMES[mode], _told(interval(values), "+.4f")]) for mode, values in told.items()]
+    return [row_of([NAMES[mode], shown(interval(values), "+.4f")]) for mode, values in told.items()]
 
 
 def _whole(row: Mapping[str, str], size: str, mode: str) -> bool:
@@ -193,7 +193,7 @@ def _number(text: str) -> float:
     return float(text) if text else 0.0
 
 
-def _told(estimate: Estimate | None, form: str) -> str:
+def shown(estimate: Estimate | None, form: str) -> str:
     assert estimate is not None
     assert estimate.interval is not None
     low, high = (f"{end:{form.lstrip('+')}}" for end in estimate.interval)
@@ -205,7 +205,7 @@ def _predicted(*values: float) -> str:
     return f"{value} [{low}, {high}]"
 
 
-def _row(cells: Sequence[str]) -> str:
+def row_of(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
