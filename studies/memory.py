@@ -34,6 +34,7 @@ from slipstream.optim import build
 from slipstream.plan.candidates import Cut, Fitter
 from slipstream.plan.devices import Cluster, find_device
 from slipstream.plan.layout import Job
+from slipstream.plan.memory import BF16, NARROW
 from slipstream.plan.throughput import Shape
 
 STEPS = 6
@@ -55,6 +56,7 @@ class Setting:
     optimizer: str = "muon"
     cutover: int | None = None
     checkpointing: bool = False
+    narrow: bool = False  # sums of gradients and momentum in bfloat16
 
     @property
     def name(self) -> str:
@@ -62,6 +64,7 @@ class Setting:
         parts += [f"rows{self.rows}", f"seq{self.sequence}", self.optimizer]
         parts += ["sharded"] * self.shard + ["checkpointing"] * self.checkpointing
         parts += [] if self.cutover is None else [f"c{self.cutover}"]
+        parts += ["narrow"] * self.narrow
         return "-".join(parts)
 
     @property
@@ -76,7 +79,17 @@ class Setting:
         devices = self.stages * self.data_ranks
         tokens = self.microbatches * self.rows * self.data_ranks * self.sequence
         cluster = Cluster(find_device("h200"), devices)
-        return Fitter(Job(preset(self.model), cluster, tokens, self.sequence, optimizer=self.optimizer))
+        precision = NARROW if self.narrow else BF16
+        return Fitter(
+            Job(
+                preset(self.model),
+                cluster,
+                tokens,
+                self.sequence,
+                optimizer=self.optimizer,
+                precision=precision,
+            )
+        )
 
     def overrides(self, cut: Cut) -> list[str]:
         given = {
@@ -108,6 +121,8 @@ class Setting:
             given["pipeline.shard_optimizer"] = "true"
         if self.cutover is not None:
             given["pipeline.cutover"] = self.cutover
+        if self.narrow:
+            given |= {"train.gradient_dtype": "bfloat16", "optim.options.state_dtype": "bfloat16"}
         return [f"{key}={value}" for key, value in given.items()]
 
 
@@ -128,6 +143,10 @@ SETTINGS = [
     Setting(SMALL, stages=2, data_ranks=2, shard=True, rows=2, sequence=2048),
     Setting(SMALL, "1f1b", stages=2, rows=8),
     Setting(LARGE, data_ranks=2),
+    Setting(LARGE, narrow=True),
+    Setting(SMALL, narrow=True),
+    Setting(LARGE, data_ranks=2, shard=True, narrow=True),
+    Setting(SMALL, data_ranks=2, shard=True, narrow=True),
 ]
 
 
