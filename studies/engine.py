@@ -1,0 +1,158 @@
+"""Does the engine's loss curve lie on the emulator's? The same runs through both, and through the emulator twice.
+
+    python studies/engine.py OUT [--stages 4] [--seeds 0,1,2] [--seconds 900] [KEY=VALUE ...]
+    python studies/engine.py OUT --table
+
+On a CPU they are equal to the bit, which the tests check. On a GPU sums come in another order, so that even two equal
+runs differ: the engine's may differ from the emulator's by as much. OUT/engine.jsonl has a line for each run, with the
+losses of its updates and its validations; what it holds is not run again. The emulator's runs are started together
+and the engine's one after the other, beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+# The 4M rung of ladder.toml at 5 tokens per parameter, in eight microbatches.
+SETTINGS = [
+    "model.preset=llama-8m", "model.dim=160", "model.layers=5", "model.heads=5", "model.kv_heads=5", "model.ffn=320",
+    "data.sequence=512", "pipeline.microbatches=8", "pipeline.microbatch_size=8", "optim.name=muon", "optim.lr=8e-3",
+    "optim.weight_decay=0.1", "optim.schedule=cosine", "optim.warmup=0.1", "optim.floor=0.1", "optim.max_grad_norm=1.0",
+    "optim.correction=error_feedback", "train.dtype=bfloat16", "train.steps=595", "train.eval_every=35",
+    "train.eval_batches=8", "train.log_every=1", "train.report=false", "train.timeline_at=0", "checkpoint.keep=0",
+    "health.hash_every=0",
+]  # fmt: skip
+EMULATOR, AGAIN, ENGINE = "emulator", "emulator again", "engine"
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    kind: str
+    cutover: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.replace(' ', '-')}-c{self.cutover}-{self.seed}"
+
+    def command(self, folder: Path, stages: int, changes: Sequence[str]) -> list[str]:
+        schedule = (
+            ["pipeline.schedule=2bw", f"pipeline.stages={stages}"]
+            if self.kind == ENGINE
+            else ["pipeline.schedule=emulate"]
+        )
+        own = [f"train.seed={self.seed}", f"pipeline.cutover={self.cutover}", f"run.dir={folder}"]
+        return [sys.executable, "-m", "slipstream", "train", *SETTINGS, *schedule, *own, *changes]
+
+
+def curve(folder: Path) -> Line:
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    steps = [event for event in events if event["event"] == "step"]
+    return {
+        "losses": [event["loss"] for event in steps],
+        "validation": [event["loss"] for event in events if event["event"] == "validation"],
+        "seconds": steps[-1]["seconds"],
+        "tokens": steps[-1]["tokens"],
+    }
+
+
+def measure(run: Run, out: Path, stages: int, changes: Sequence[str], ends: float) -> Line:
+    folder = out / run.name
+    with (out / f"{run.name}.log").open("w") as log:
+        command = run.command(folder, stages, changes)
+        subprocess.run(command, stdout=log, stderr=log, timeout=max(1.0, ends - time.monotonic()), check=True)
+    return asdict(run) | {"stages": stages if run.kind == ENGINE else 1} | curve(folder)
+
+
+def table(lines: Sequence[Line]) -> str:
+    """Over the seeds: how far two curves are apart, in the mean over all updates, and their ends."""
+    found = {(line["kind"], line["cutover"], line["seed"]): line for line in lines}
+    rows = [
+        "| c | curves | seeds | training loss apart, mean of updates | validation apart, at most | final validation |",
+        "|---|---|---|---|---|---|",
+    ]
+    for cutover in sorted({line["cutover"] for line in lines}, reverse=True):
+        for kind in (ENGINE, AGAIN):
+            pairs = [
+                (line, found[EMULATOR, cutover, line["seed"]])
+                for line in lines
+                if (line["kind"], line["cutover"]) == (kind, cutover)
+                and (EMULATOR, cutover, line["seed"]) in found
+            ]
+            if not pairs:
+                continue
+            apart = [[_apart(a, b, key) for a, b in pairs] for key in ("losses", "validation")]
+            ends = [a["validation"][-1] - b["validation"][-1] for a, b in pairs]
+            cells = [
+                f"{cutover}",
+                f"{kind} and emulator",
+                f"{len(pairs)}",
+                ", ".join(f"{statistics.fmean(one):.5f}" for one in apart[0]),
+                ", ".join(f"{max(one):.5f}" for one in apart[1]),
+                ", ".join(f"{end:+.5f}" for end in ends),
+            ]
+            rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def _apart(a: Line, b: Line, key: str) -> list[float]:
+    return [abs(x - y) for x, y in zip(a[key], b[key], strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--cutovers", default="8,4")
+    parser.add_argument("--seconds", type=float, default=900.0, help="no run is waited for longer than this")
+    parser.add_argument("--at-once", type=int, default=4, help="runs of the emulator side by side")
+    parser.add_argument("--table", action="store_true")
+    given = parser.parse_intermixed_args()
+    file, lock = given.out / "engine.jsonl", Lock()
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if not given.table:
+        given.out.mkdir(parents=True, exist_ok=True)
+        done = {(line["kind"], line["cutover"], line["seed"]) for line in lines}
+        ends = time.monotonic() + given.seconds
+        runs = [
+            Run(kind, int(cutover), int(seed))
+            for seed in given.seeds.split(",")
+            for cutover in given.cutovers.split(",")
+            for kind in (EMULATOR, ENGINE, AGAIN)
+        ]
+
+        def one(run: Run) -> None:
+            try:
+                line = measure(run, given.out, given.stages, given.changes, ends)
+            except (OSError, subprocess.SubprocessError) as error:  # the others go on
+                print(f"{run.name}: {error}; its words are in {run.name}.log", flush=True)
+                return
+            with lock, file.open("a") as out:
+                out.write(json.dumps(line) + "\n")
+                lines.append(line)
+            print(f"{run.name}: {line['validation'][-1]:.5f} after {line['seconds']:.0f} s", flush=True)
+
+        todo = [run for run in runs if (run.kind, run.cutover, run.seed) not in done]
+        with ThreadPoolExecutor(given.at_once) as many, ThreadPoolExecutor(1) as single:
+            waiting = [(single if run.kind == ENGINE else many).submit(one, run) for run in todo]
+            for future in waiting:
+                future.result()
+    print(table(lines))
+
+
+if __name__ == "__main__":
+    main()

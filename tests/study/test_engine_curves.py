@@ -1,0 +1,64 @@
+"""studies/engine.py: what it starts is a run that the trainer takes, and what it compares are curves of one seed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.config import load
+
+SCRIPT = Path(__file__).parents[2] / "studies" / "engine.py"
+
+
+@pytest.fixture(scope="module")
+def study():
+    spec = importlib.util.spec_from_file_location("engine_curves", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["engine_curves"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["engine_curves"]
+
+
+def test_both_train_the_same(study):
+    commands = [
+        study.Run(kind, 4, 1).command(Path("runs/x"), 4, ["model.vocab=2048"])
+        for kind in (study.EMULATOR, study.ENGINE)
+    ]
+    one, other = (load(None, command[command.index("train") + 1 :]).model_dump() for command in commands)
+    assert one["pipeline"]["schedule"] == "emulate"
+    assert (other["pipeline"]["schedule"], other["pipeline"]["stages"]) == ("2bw", 4)
+    for config in (one, other):
+        assert config["pipeline"]["cutover"] == 4
+        for key in ("schedule", "stages"):
+            del config["pipeline"][key]
+    assert one == other
+
+
+def test_curves_are_compared_within_a_seed(study, tmp_path, monkeypatch, capsys):
+    def line(kind: str, seed: int, losses: list[float]) -> dict:
+        fields = {"cutover": 4, "seed": seed, "losses": losses, "validation": losses[1:], "seconds": 1.0, "tokens": 1}
+        return {"kind": kind, **fields}
+
+    lines = [
+        line(study.EMULATOR, 0, [3.0, 2.0]),
+        line(study.ENGINE, 0, [3.5, 2.25]),
+        line(study.AGAIN, 0, [3.0, 1.75]),
+        line(study.EMULATOR, 1, [9.0, 8.0]),
+        line(study.ENGINE, 1, [9.0, 8.0]),
+        line(study.ENGINE, 2, [5.0, 4.0]),  # whose pair is yet to be run
+    ]
+    (tmp_path / "engine.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    monkeypatch.setattr(sys, "argv", ["engine.py", str(tmp_path), "--table"])
+    study.main()
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert rows == [
+        "| 4 | engine and emulator | 2 | 0.37500, 0.00000 | 0.25000, 0.00000 | +0.25000, +0.00000 |",
+        "| 4 | emulator again and emulator | 1 | 0.12500 | 0.25000 | -0.25000 |",
+    ]
