@@ -9,6 +9,7 @@ import contextlib
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -250,6 +251,10 @@ def _settle(place: int, local_rank: int, local_size: int) -> None:
     """Take this rank's own device: a GPU, or cores."""
     if torch.cuda.is_available():
         torch.cuda.set_device(device_for(place))
+        # torch's own backward thread has no context at its first product, takes one, and tells everyone.
+        warnings.filterwarnings(
+            "ignore", message="Attempting to run cuBLAS, but there was no current CUDA context"
+        )
     else:
         pin(local_rank, local_size)
 
