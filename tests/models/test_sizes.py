@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from slipstream.errors import ConfigError, UserError
 from slipstream.models import sizes
 from slipstream.models.sizes import PRESETS, ModelConfig, preset
-from slipstream.models.stages import build_model, split
+from slipstream.models.stages import build_model, measured_cut, split
 
 TINY = ModelConfig(vocab=64, dim=32, layers=3, heads=4, kv_heads=2, ffn=48, tied=False)
 ROUTED = replace(TINY, experts=4, experts_per_token=2)
@@ -108,6 +108,38 @@ def test_split_is_the_best_contiguous_one(layers, stages, vocab):
         for boundaries in combinations(range(1, layers), stages - 1)
     )
     assert max(stage_costs(config, ranges, 64)) == best
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), layers=st.integers(2, 9), layer=st.sampled_from([0.5, 1.0, 3.0]))
+def test_a_cut_by_measured_times_is_the_best_contiguous_one(data, layers, layer):
+    """Of times that are so much a layer, an embedding and a head: found again from the times alone."""
+    stages = data.draw(st.integers(2, min(5, layers)))
+    head = data.draw(st.sampled_from([0.0, 0.25, 2.0, 7.5]))
+    embedding = data.draw(st.sampled_from([0.0, 0.25, 1.5])) if stages > 2 else 0.0
+    every = [
+        [range(a, b) for a, b in pairwise([0, *edges, layers])]
+        for edges in combinations(range(1, layers), stages - 1)
+    ]
+
+    def times(cut):
+        found = [layer * len(part) for part in cut]
+        found[0] += embedding
+        found[-1] += head
+        return found
+
+    now = data.draw(st.sampled_from(every))
+    boundaries, left = measured_cut(times(now), now)
+    found = [range(a, b) for a, b in pairwise([0, *boundaries, layers])]
+    best = min(max(times(cut)) for cut in every)
+    assert max(times(found)) == pytest.approx(best)
+    assert left == pytest.approx(best / max(times(now)))
+    if max(times(now)) == best:
+        assert found == now
+
+
+def test_one_stage_has_no_cut():
+    assert measured_cut([3.0], [range(4)]) == ([], 1.0)
 
 
 def test_wrong_boundaries_and_shapes_say_what_to_change():

@@ -43,7 +43,14 @@ def test_both_train_the_same(study):
 
 def test_curves_are_compared_within_a_seed(study, tmp_path, monkeypatch, capsys):
     def line(kind: str, seed: int, losses: list[float]) -> dict:
-        fields = {"cutover": 4, "seed": seed, "losses": losses, "validation": losses[1:], "seconds": 1.0, "tokens": 1}
+        fields = {
+            "cutover": 4,
+            "seed": seed,
+            "losses": losses,
+            "validation": losses[1:],
+            "seconds": 1.0,
+            "tokens": 1,
+        }
         return {"kind": kind, **fields}
 
     lines = [

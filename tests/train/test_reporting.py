@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from slipstream.config import load
 from slipstream.metrics.progress import Show, duration
 from slipstream.metrics.record import Recorder, cut_back, has_event
 from slipstream.metrics.throughput import Meter, peak_flops
+from slipstream.models.sizes import ModelConfig
 from slipstream.train import assemble
 from slipstream.train.reporter import Position
 
@@ -125,3 +128,13 @@ def test_a_step_shows_what_matters(terminal):
     ):
         assert words in text
     assert duration(4000) == "1:06:40"
+
+
+def test_a_run_says_where_its_layers_should_have_been_cut():
+    """From the stages' shares alone: stage 0 takes 0.125 a layer, so the head takes as much as four layers."""
+    closing = import_module("slipstream.train.closing")
+    model = ModelConfig(vocab=64, dim=32, layers=8, heads=4, kv_heads=2, ffn=48)
+    config = load(None, ["pipeline.stages=2", "pipeline.boundaries=[4]"])
+    parts = SimpleNamespace(config=config, model=model)
+    assert closing._better_cut(parts, (0.5, 1.0)).endswith("pipeline.boundaries=[6] it would have 25% less to do.")
+    assert closing._better_cut(parts, (0.98, 1.0)) == ""

@@ -15,7 +15,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -192,6 +192,40 @@ def split(
     return [range(a, b) for a, b in pairwise(edges)]
 
 
+def measured_cut(seconds: Sequence[float], layers: Sequence[range]) -> tuple[list[int], float]:
+    """The boundaries by which the slowest of these stages would be quickest, and what part of its time would be left.
+
+    `seconds`: what each stage takes, in any unit. Layers are taken to cost the same, as much as those of the stages
+    between the first and the last do; what these two take beyond their layers is the embedding's and the head's.
+    """
+    sizes = [len(part) for part in layers]
+    stages = len(sizes)
+    if stages == 1:
+        return [], 1.0
+    plain = range(1, stages - 1) if stages > 2 else range(1)
+    layer = sum(seconds[stage] for stage in plain) / sum(sizes[stage] for stage in plain)
+    first, last = (seconds[stage] - layer * sizes[stage] for stage in (0, -1))
+
+    def slowest(cut: list[int]) -> float:
+        return max(
+            layer * size + first * (at == 0) + last * (at == stages - 1) for at, size in enumerate(cut)
+        )
+
+    total, between = sum(sizes), stages - 2
+    cuts = [
+        [begin, *(_even(total - begin - end, between)), end]
+        for begin in range(1, total - between)
+        for end in (range(1, total - begin - between + 1) if between else [total - begin])
+    ]
+    best = min([sizes, *cuts], key=slowest)  # as it is, unless another is better
+    return list(accumulate(best[:-1])), slowest(best) / max(seconds)
+
+
+def _even(layers: int, stages: int) -> list[int]:
+    size, longer = divmod(layers, stages) if stages else (0, 0)
+    return [size + (at < longer) for at in range(stages)]
+
+
 def _balanced(config: ModelConfig, num_stages: int, sequence: int) -> list[int]:
     """Boundaries whose costliest stage is cheapest. All layers cost the same, the head sits on the last
     stage and the embedding is a lookup, so only the size of the last stage is open."""
@@ -204,5 +238,4 @@ def _balanced(config: ModelConfig, num_stages: int, sequence: int) -> list[int]:
         return max(layer * last + head, layer * math.ceil((config.layers - last) / (num_stages - 1)))
 
     last = min(range(1, config.layers - num_stages + 2), key=costliest)
-    size, longer = divmod(config.layers - last, num_stages - 1)
-    return [size * i + min(i, longer) for i in range(1, num_stages)]
+    return list(accumulate(_even(config.layers - last, num_stages - 1)))

@@ -15,6 +15,7 @@ from slipstream.metrics.progress import Show, duration
 from slipstream.metrics.report import write_report
 from slipstream.metrics.report_columns import si
 from slipstream.models.sizes import parameters
+from slipstream.models.stages import measured_cut, split
 from slipstream.train.evaluate import unigram_entropy
 from slipstream.train.generate import load_trained, write
 from slipstream.train.master import TOKENIZER_FILE
@@ -22,6 +23,7 @@ from slipstream.train.own_model import OwnModel
 from slipstream.train.trainer import Outcome, RunParts
 
 PROMPT_TOKENS = 8  # of the validation text that a sample begins with
+WORTH_A_CUT = 0.04  # of the slowest stage's time: less than that may be chance
 
 
 def close(parts: RunParts, outcome: Outcome) -> None:
@@ -66,8 +68,20 @@ def close(parts: RunParts, outcome: Outcome) -> None:
     busy = parts.reporter.busy
     if len(busy) > 1:
         shares = ", ".join(f"stage {stage} {share:.0%}" for stage, share in enumerate(busy))
-        show.note(f"Busy: {shares}; the slowest is stage {busy.index(max(busy))}.")
+        show.note(f"Busy: {shares}; the slowest is stage {busy.index(max(busy))}.{_better_cut(parts, busy)}")
     show.note(next_steps(config))
+
+
+def _better_cut(parts: RunParts, busy: Sequence[float]) -> str:
+    """Where the layers would be cut by what the stages were measured to take. The same run may go on with it."""
+    config, model = parts.config, parts.model
+    if isinstance(model, OwnModel) or config.chunks != 1:
+        return ""
+    layers = split(model, len(busy), config.pipeline.boundaries, config.data.sequence)
+    boundaries, left = measured_cut(busy, layers)
+    if left > 1 - WORTH_A_CUT:
+        return ""
+    return f" Cut at pipeline.boundaries={boundaries} it would have {1 - left:.0%} less to do."
 
 
 def _sample(parts: RunParts, outcome: Outcome, folder: Path) -> None:
