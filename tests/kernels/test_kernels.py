@@ -119,7 +119,7 @@ def test_lists_of_nothing():
     assert targets[0].shape == (0, 5)
 
 
-@pytest.mark.parametrize("limits", [{"MOST_MATRICES": 3}, {"_SCRATCH_ELEMENTS": 2000}])
+@pytest.mark.parametrize("limits", [{"MOST_MATRICES": 3}, {"_SCRATCH_BYTES": 20_000}])
 @pytest.mark.parametrize("steps", [3, 5])
 @pytest.mark.parametrize("shape", [(7, 24, 40), (7, 40, 24)])
 def test_a_stack_in_pieces_comes_out_the_same(shape, steps, limits, monkeypatch):

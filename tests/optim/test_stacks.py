@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from slipstream.optim import muon
+from slipstream.kernels.symmetric import tiles
+from slipstream.optim import muon, newton_schulz
 from slipstream.optim.muon import Muon
-from slipstream.optim.newton_schulz import stacks
+from slipstream.optim.newton_schulz import part_size, stacks
 from slipstream.optim.sharded import group_matrices
 
 SHAPES = [(24, 24), (8, 24), (24, 24), (3, 24, 8), (40, 24), (8, 24), (2, 24, 8), (0, 24), (40, 24)]
@@ -47,3 +49,36 @@ def test_a_layout_is_kept_while_the_same_parameters_have_gradients(monkeypatch):
     optimizer.load_state_dict(optimizer.state_dict())
     assert step(1) == [False, True, False]
     assert len(made) == 4
+
+
+H200 = 264  # programs at once
+
+
+@pytest.mark.parametrize(
+    ("count", "rows", "columns", "size", "rounds"),
+    [
+        (64, 960, 960, 64, 9),
+        (64, 2560, 960, 64, 9),
+        (32, 2048, 2048, 19, 17),  # of 16.5: two parts of 16 take 18
+        (8, 8192, 2048, 8, 5),  # two parts of 4 take 6
+        (96, 2048, 2048, 19, 51),
+        (3, 16384, 16384, 1, 96),  # more than the scratch memory is for: one by one
+        (5, 8, 0, 5, 0),
+    ],
+)
+def test_matrices_are_worked_on_in_parts_that_fill_the_device(count, rows, columns, size, rounds):
+    assert part_size(count, rows, columns, H200) == size
+    assert rounds_of(count, size, min(rows, columns), H200) == rounds
+
+
+def rounds_of(count, size, side, programs):
+    return sum(-(-len(part) * tiles(side) // programs) for part in torch.arange(count).split(size))
+
+
+def test_parts_take_no_more_scratch_nor_rounds_than_the_most_that_fit(monkeypatch):
+    monkeypatch.setattr(newton_schulz, "_SCRATCH_BYTES", 7 * 10 * 512**2)
+    for count in range(1, 40):
+        size = part_size(count, 512, 512, 13)
+        assert 1 <= size <= 7
+        others = range(min(count, 4), min(count, 7) + 1)
+        assert rounds_of(count, size, 512, 13) == min(rounds_of(count, other, 512, 13) for other in others)

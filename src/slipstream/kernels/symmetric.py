@@ -10,6 +10,7 @@ Newton-Schulz iteration on a Gram matrix consists of.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ class Tiling(NamedTuple):
 
 
 TILING = Tiling(128, 64, 3, 4)
+_PROGRAMS = 2  # that share a multiprocessor: what they keep there leaves no room for a third
 _SMALL = 512  # up to here whole products by the vendor's library are as fast
 
 
@@ -61,6 +63,20 @@ def in_tiles(dtype: torch.dtype, m: int, k: int, tall: bool) -> bool:
     return half and m > _SMALL and m % 8 == 0 and k % (TILING.step if tall else 8) == 0
 
 
+def tiles(m: int) -> int:
+    """Those of a result [M, M] that are computed."""
+    count = -(-m // TILING.tile)
+    return count * (count + 1) // 2
+
+
+@lru_cache(maxsize=16)
+def programs_at_once(device: torch.device) -> int:
+    """How many tiles a device computes at a time."""
+    if device.type != "cuda":
+        return 1
+    return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _plain(a: Tensor, b: Tensor, alpha: float, plus: Terms, diagonal: float, out: Tensor) -> None:
     (beta, d), *more = plus or ((0.0, out),)
     torch.baddbmm(d, a, b, beta=beta, alpha=alpha, out=out)
@@ -84,10 +100,13 @@ def _launch(
         return TensorDescriptor.from_tensor(matrices.view(-1, matrices.shape[2]), list(block))
 
     block = (step, tile) if tall else (tile, step)
-    (beta, d), (gamma, e) = (*plus, (0.0, out), (0.0, out))[:2]
-    tiles = -(-m // tile)
-    symmetric_tile[tiles * (tiles + 1) // 2, count](  # pyright: ignore[reportIndexIssue]
-        rows(a, *block), rows(b, *block), TensorDescriptor.from_tensor(out, [1, tile, tile]),
-        rows(d, tile, tile), rows(e, tile, tile), alpha, beta, gamma, diagonal, m, a.shape[1 if tall else 2],
+    # A descriptor costs the host as much as a small launch: none is made twice, nor for a term that is not there.
+    left = rows(a, *block)
+    right = left if b is a else rows(b, *block)
+    added = [rows(term, tile, tile) for _, term in plus] or [rows(out, tile, tile)]
+    (beta, _), (gamma, _) = (*plus, (0.0, out), (0.0, out))[:2]
+    symmetric_tile[tiles(m), count](  # pyright: ignore[reportIndexIssue]
+        left, right, TensorDescriptor.from_tensor(out, [1, tile, tile]),
+        added[0], added[-1], alpha, beta, gamma, diagonal, m, a.shape[1 if tall else 2],
         terms=len(plus), tall=tall, TILE=tile, STEP=step, num_stages=stages, num_warps=warps,
     )  # fmt: skip

@@ -33,14 +33,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.compiler import MOST_MATRICES, launching_on, runs_on
 from slipstream.kernels.divide import divided
-from slipstream.kernels.symmetric import symmetric_product
+from slipstream.kernels.symmetric import programs_at_once, symmetric_product, tiles
 from slipstream.lists import norms
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -50,7 +50,7 @@ EPS = 1e-7
 Fill = Callable[[list[int], list[Tensor]], None]
 # Elements of one stack: enough to fill the device, few enough for the cache (CPU) or for the scratch (GPU).
 _STACK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
-_SCRATCH_ELEMENTS = 2**26  # of the matrices that are worked on at a time, on a GPU: ten bytes of scratch each
+_SCRATCH_BYTES = 3 * 2**28  # of the matrices that are worked on at a time, on a GPU
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -83,14 +83,36 @@ def orthogonalise(stack: Tensor, steps: int = STEPS) -> Tensor:
 def _orthogonalise_in_place(stack: Tensor, steps: int) -> Tensor:
     """Of a stack in bf16, in fp16 in its own memory; some matrices at a time, so that scratch stays small."""
     halves = stack.view(torch.float16)
-    most = min(MOST_MATRICES, max(1, _SCRATCH_ELEMENTS // max(1, stack.shape[1:].numel())))
-    for part, place in zip(stack.split(most), halves.split(most), strict=True):
+    size = part_size(*stack.shape, programs=programs_at_once(stack.device))
+    for part, place in zip(stack.split(size), halves.split(size), strict=True):
         sizes = torch.linalg.vector_norm(part, dim=(1, 2), dtype=torch.float32)
         with launching_on(stack.device):
             found = orthogonalise_by_gram(divided(part, sizes, EPS, place), steps, COEFFICIENTS)
         if found is not place:  # after an odd number of products
             place.copy_(found)
     return halves
+
+
+def part_size(count: int, rows: int, columns: int, programs: int) -> int:
+    """Of `count` matrices [rows, columns], how many to work on at a time where `programs` of a product run at once."""
+    side = min(rows, columns)
+    scratch = 2 * (
+        4 * side * side + rows * columns
+    )  # in half precision: G, Z, Q, a product; what X is multiplied into
+    most = min(MOST_MATRICES, _SCRATCH_BYTES // max(1, scratch))
+    return max(1, count if count <= most else _fullest(count, most, tiles(side), programs))
+
+
+@lru_cache(maxsize=64)
+def _fullest(count: int, most: int, each: int, programs: int) -> int:
+    """A product of n matrices of `each` tiles takes ceil(n each / programs) rounds, and the last may leave most of the
+    device idle. So not always the most that fit, but the most with which all parts together take fewest rounds."""
+
+    def rounds(size: int) -> int:
+        full, rest = divmod(count, size)
+        return full * -(-size * each // programs) - (-rest * each // programs)
+
+    return min(range(most // 2 + 1, most + 1), key=lambda size: (rounds(size), -size), default=1)
 
 
 def orthogonalise_by_gram(x: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
