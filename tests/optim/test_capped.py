@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from operator import is_
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from optim.test_build import Toy, train
 from slipstream.optim import build, capped
+from slipstream.torch_private import copy_
 
 
 @pytest.mark.parametrize(("basis", "updates"), [("qr", 8), ("cholesky", 16)])
@@ -100,3 +102,25 @@ def test_capped_adamw_takes_narrow_weights_also_after_a_reload():
     train(module, again, range(2, 4))
     assert module[0].weight.isfinite().all()
     assert not torch.equal(module[0].weight, before)
+
+
+def test_the_basis_is_state_like_any_other(monkeypatch):
+    """Written in place, all of a batch in one call, in memory of its own and in float32, whatever was loaded."""
+    calls = []
+    monkeypatch.setattr(capped, "_together", lambda parameters: [parameters])
+    monkeypatch.setattr(capped, "copy_", lambda outs, given: calls.append(len(outs)) or copy_(outs, given))
+    module = nn.ModuleList(nn.Linear(6, 5, bias=False) for _ in range(3)).bfloat16()
+    optimizer = build("adamw_capped", module)
+
+    def bases():
+        for parameter in module.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        return [optimizer.state[parameter]["basis"] for parameter in module.parameters()]
+
+    first = bases()
+    assert all(basis.untyped_storage().nbytes() == basis.nbytes for basis in first)
+    assert all(map(is_, bases(), first))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert {basis.dtype for basis in bases()} == {torch.float32}
+    assert calls == [3, 3, 3]

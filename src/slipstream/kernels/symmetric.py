@@ -100,7 +100,7 @@ def _launch(
         return TensorDescriptor.from_tensor(matrices.view(-1, matrices.shape[2]), list(block))
 
     block = (step, tile) if tall else (tile, step)
-    # A descriptor costs the host as much as a small launch: none is made twice, nor for a term that is not there.
+    # The host makes no descriptor twice, and none for a second term that is not there.
     left = rows(a, *block)
     right = left if b is a else rows(b, *block)
     added = [rows(term, tile, tile) for _, term in plus] or [rows(out, tile, tile)]

@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from torch.optim import AdamW
 
 from slipstream.optim.velocity import groups_and_states
-from slipstream.torch_private import add_
+from slipstream.torch_private import add_, copy_
 
 RANK = 8
 MOST_ELEMENTS = 1 << 26  # of a batch: it is scratch memory
@@ -63,8 +63,12 @@ class CappedAdamW(AdamW):
         bases = orthonormal(_followed(steps, before))
         excesses = _excess(steps, bases, group["cap"]).mul_(group["lr"])
         add_(batch, excesses.unbind())
-        for state, basis in zip(states, bases, strict=True):
-            state["basis"] = basis.clone()  # a checkpoint holds no views
+        for state in states:
+            if (
+                "basis" not in state or state["basis"].dtype != bases.dtype
+            ):  # torch loads it in its parameter's
+                state["basis"] = torch.empty_like(bases[0])  # not a view of all: a checkpoint holds none
+        copy_([state["basis"] for state in states], bases.unbind())
 
     def velocity(self, params: Sequence[Parameter]) -> list[Tensor]:
         places = dict(zip(params, groups_and_states(self, params), strict=True))

@@ -171,14 +171,17 @@ class Stack:
         count = sum(shape[:-2].numel() for shape in self.shapes)
         return torch.Size((count, *self.shapes[0][-2:]))
 
+    @cached_property
+    def _alike(self) -> bool:
+        return all(shape == self.shapes[0] for shape in self.shapes)
+
     def empty(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def views(self, stack: Tensor) -> list[Tensor]:
         """The part of each tensor in memory of this shape."""
-        first = self.shapes[0]
-        if all(shape == first for shape in self.shapes):
-            return list(stack.view(-1, *first).unbind())
+        if self._alike:
+            return list(stack.view(-1, *self.shapes[0]).unbind())
         parts = stack.split([shape[:-2].numel() for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
