@@ -3,10 +3,11 @@
     python studies/stage_speed.py OUT.jsonl --seconds 1500 [--shapes 360m-1024,moe] [--candidates base,cudnn] [--tiny]
 
 A line of OUT is one measurement: tokens/s, MFU, peak memory, seconds of each part of an update (forward, backward) and
-their shares, or the error of a candidate that failed; the others go on. The first turn measures everything once, the
-base first; further turns, as long as the time lasts, show how far to trust the first. Each is `slipstream bench train`
-without a process of its own: one update is recorded after the timed ones. Weights are drawn on the device, which is
-quicker and another draw than a run's. `--tiny` rehearses all of it on a CPU.
+their shares, the kernels that take longest and the gaps between kernels (`metrics/kernels.py`), or the error of a
+candidate that failed; the others go on. The first turn measures everything once, the base first; further turns, as long
+as the time lasts, show how far to trust the first. Each is `slipstream bench train` without a process of its own: one
+update is recorded after the timed ones. An update has as many tokens as such models are trained with. Weights are drawn
+on the device, which is quicker and another draw than a run's. `--tiny` rehearses all of it on a CPU.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from slipstream.bench.train_contenders import Setting
 from slipstream.models.sizes import PRESETS, ModelConfig
 
 SHAPES: dict[str, Setting] = {
-    "360m-1024": Setting("smollm2-360m", 1024, microbatches=4, rows=32, steps=6, warmup=2, profile=1),
-    "360m-2048": Setting("smollm2-360m", 2048, microbatches=4, rows=16, steps=6, warmup=2, profile=1),
-    "1.7b": Setting("smollm2-1.7b", 2048, microbatches=4, rows=8, steps=4, warmup=2, profile=1),
+    "360m-1024": Setting("smollm2-360m", 1024, microbatches=16, rows=32, steps=2, warmup=2, profile=1),
+    "360m-2048": Setting("smollm2-360m", 2048, microbatches=16, rows=16, steps=2, warmup=2, profile=1),
+    "1.7b": Setting("smollm2-1.7b", 2048, microbatches=16, rows=8, steps=2, warmup=1, profile=1),
     # Six layers of the 10B mixture: 2.7B parameters, 0.5B of them active, as many as one device trains.
     "moe": Setting(
-        "moe-10b", 2048, microbatches=4, rows=8, steps=4, warmup=2, profile=1, overrides=("model.layers=6",)
+        "moe-10b", 2048, microbatches=16, rows=8, steps=3, warmup=2, profile=1, overrides=("model.layers=6",)
     ),
 }
 _TINY = Setting(
@@ -57,17 +58,21 @@ class Candidate:
 
 
 CUDNN, CHUNKED, STAGE = "train.attention=cudnn", "train.chunked_loss=true", "train.compile=stage"
+NARROW_SUMS, GRAPHS = "train.gradient_dtype=bfloat16", "train.cuda_graphs=true"
+ON_A_GPU = {STAGE, NARROW_SUMS, GRAPHS}  # the first is for a CPU too, but no rehearsal: it compiles
 CANDIDATES = {
     "base": Candidate(),
     "cudnn": Candidate((CUDNN,)),
     "flash": Candidate(("train.attention=flash",)),
     "chunked_loss": Candidate((CHUNKED,)),
     "chunked_loss_rows_x2": Candidate((CHUNKED,), rows=2),
+    "bf16_sums": Candidate((NARROW_SUMS,)),
     "bf16_momentum": Candidate(("optim.options.state_dtype=bfloat16",)),
     "cublaslt": Candidate(blas="cublaslt"),
     "cudnn_chunked_cublaslt": Candidate((CUDNN, CHUNKED), blas="cublaslt"),
     "stage": Candidate((STAGE,)),
     "stage_cudnn_chunked": Candidate((STAGE, CUDNN, CHUNKED)),
+    "graphs": Candidate((GRAPHS,)),  # seven updates before anything is timed
 }
 RIVAL, STEPS = "hf_compiled", "optimizer_steps"
 
@@ -187,6 +192,12 @@ def run(
                 return
 
 
+def all_names(tiny: bool) -> list[str]:
+    """Everything there is to measure; of a rehearsal, what a CPU can do in seconds."""
+    names = [name for name, one in CANDIDATES.items() if not (tiny and ON_A_GPU & set(one.overrides))]
+    return ["base", RIVAL, STEPS, *names[1:]]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -199,9 +210,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU, nothing compiled")
     given = parser.parse_args()
     shapes = TINY if given.tiny else SHAPES
-    names = ["base", RIVAL, STEPS, *(name for name in CANDIDATES if name != "base")]
-    if given.tiny:
-        names = [n for n in names if n not in CANDIDATES or STAGE not in CANDIDATES[n].overrides]
+    names = all_names(given.tiny)
     chosen = {key: shapes[key] for key in given.shapes.split(",")} if given.shapes else shapes
     run(
         given.out,

@@ -50,6 +50,11 @@ def test_a_rehearsal_measures_every_candidate_and_outlives_one_that_fails(study,
         assert row["tokens_per_second"] == pytest.approx(64 / row["step_seconds"])
         assert sum(row["shares"].values()) == pytest.approx(1)
         assert row["peak_memory_bytes"] > 0
+        assert 0 < len(row["kernels"]) <= 25
+        assert all(kernel["ms"] > 0 and len(kernel["name"]) <= 120 for kernel in row["kernels"])
+        assert row["kernels"][0]["ms"] == max(kernel["ms"] for kernel in row["kernels"])
+        assert {"ms", "at_ms", "after", "before"} == set(row["gaps"]["longest"][0])
+        assert sum(group["count"] for group in row["gaps"]["by_length"]) > 0
     assert (rows["dense", "chunked_loss_rows_x2"]["rows"], rows["dense", "base"]["rows"]) == (4, 2)
     assert rows["moe", "base"]["shares"]["MLP or experts"] > 0
 
@@ -73,3 +78,18 @@ def test_every_candidate_is_a_run_that_can_be_made(study):
                 or candidate.rows > 1
             )
     assert all(shape.model in PRESETS for shape in study.SHAPES.values())
+
+
+def test_updates_are_as_large_as_such_models_are_trained_with(study):
+    tokens = {key: shape.tokens_per_step for key, shape in study.SHAPES.items()}
+    assert tokens == {"360m-1024": 2**19, "360m-2048": 2**19, "1.7b": 2**18, "moe": 2**18}
+
+
+def test_a_rehearsal_leaves_out_what_only_a_gpu_can_do(study):
+    assert set(study.all_names(tiny=False)) == {*study.CANDIDATES, study.RIVAL, study.STEPS}
+    names = study.all_names(tiny=True)
+    assert names[0] == study.all_names(tiny=False)[0] == "base"
+    for name in set(names) & set(study.CANDIDATES):
+        for shape in study.TINY.values():
+            setting = study.setting_of(shape, study.CANDIDATES[name])
+            study.train_contenders.config_of(setting, Path("data"), Path("run"), delayed=True)

@@ -26,7 +26,8 @@ from slipstream.config import Config, load, resolve
 from slipstream.config.resolve import model_config
 from slipstream.data.tokens import TokenDataset
 from slipstream.errors import UserError
-from slipstream.metrics.breakdown import Sizes
+from slipstream.metrics import kernels
+from slipstream.metrics.breakdown import Sizes, breakdown
 from slipstream.models.attention import attention_kernel
 from slipstream.models.sizes import ModelConfig
 from slipstream.pipeline.graphs import PLAIN_GROUPS
@@ -71,6 +72,8 @@ class Measured:
     rows: int
     microbatches: int
     parts: dict[str, tuple[float, float]] | None = None  # seconds of an update: forward, backward
+    kernels: list[dict[str, Any]] | None = None  # the longest of an update (`metrics/kernels.py`)
+    gaps: dict[str, Any] | None = None  # in which it ran none
 
 
 def timed(
@@ -86,23 +89,30 @@ def timed(
     settle()
     seconds = (time.perf_counter() - start) / setting.steps
     memory = memory_bytes()
-    parts = _profiled(step, settle, setting, seconds, sizes) if setting.profile else None
-    return Measured(seconds, start - began, memory, setting.rows, setting.microbatches, parts)
+    found = Measured(seconds, start - began, memory, setting.rows, setting.microbatches)
+    return _profiled(found, step, settle, setting, sizes) if setting.profile else found
 
 
 def _profiled(
-    step: Callable[[int], None], settle: Callable[[], None], setting: Setting, seconds: float, sizes: Sizes
-) -> dict[str, tuple[float, float]]:
-    """Where the time of an update that takes `seconds` goes."""
+    found: Measured, step: Callable[[int], None], settle: Callable[[], None], setting: Setting, sizes: Sizes
+) -> Measured:
+    """The same, and where the time of an update goes."""
     done = setting.warmup + setting.steps
     with recorder() as recorded:
         for index in range(done, done + setting.profile):
             step(index)
         settle()
     with tempfile.TemporaryDirectory(prefix="slipstream-profile-") as folder:
-        found = written(recorded, Path(folder) / "trace.json", sizes)
+        trace = written(recorded, Path(folder) / "trace.json")
     # A CPU's operations are recorded by the CPU itself, so there the recorded time is what is shared out.
-    return found.per_update(setting.profile, seconds if setting.device == "cuda" else None).parts
+    seconds = found.step_seconds if setting.device == "cuda" else None
+    ran = kernels.pieces(trace)
+    return replace(
+        found,
+        parts=breakdown(trace, sizes).per_update(setting.profile, seconds).parts,
+        kernels=kernels.longest(ran, setting.profile),
+        gaps=kernels.gaps(ran, setting.profile),
+    )
 
 
 def config_of(setting: Setting, data: Path, folder: Path, *, delayed: bool) -> Config:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from slipstream.config import Config
 from slipstream.config.settings import updates
-from slipstream.metrics.breakdown import Breakdown, Sizes, breakdown
+from slipstream.metrics.breakdown import Sizes, breakdown
 from slipstream.metrics.record import Recorder
 from slipstream.models.sizes import ModelConfig
 from slipstream.schedule.actions import Action, Kind
@@ -113,11 +114,11 @@ def recorder() -> profile:
     return _KEPT[-1]
 
 
-def written(recorded: profile, path: Path, sizes: Sizes) -> Breakdown:
-    """What was recorded, in a file, and where its time went."""
+def written(recorded: profile, path: Path) -> dict[str, Any]:
+    """What was recorded, in a file, and as it stands there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     recorded.export_chrome_trace(str(path))
-    return breakdown(json.loads(path.read_text(errors="replace")), sizes)
+    return json.loads(path.read_text(errors="replace"))
 
 
 class Profiling:
@@ -143,6 +144,7 @@ class Profiling:
         if self._running is None:
             return
         self._running.stop()
-        found = written(self._running, self._path, self._sizes).per_update(min(self._updates, GROUPS))
+        trace = written(self._running, self._path)
+        found = breakdown(trace, self._sizes).per_update(min(self._updates, GROUPS))
         self._path.with_suffix(".txt").write_text("\n".join(found.lines()) + "\n")
         self._running = None
