@@ -5,10 +5,12 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline import reference, tiny
 from slipstream import Emulator, UserError, cloned_state
 from slipstream.errors import CheckpointError
+from slipstream.optim import build
 from slipstream.pipeline.state import merge_states
 
 M, GROUPS = 4, 12
@@ -494,3 +496,26 @@ def test_what_a_correction_remembers_of_a_tensor_goes_where_the_tensor_goes():
     for g in range(8, 12):
         expected = [loss.item() for loss in whole.step(*tiny.batch(g))]
         assert [loss.item() for loss in joined.step(*tiny.batch(g))] == expected
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "normuon", "adamw", "adamw_capped"])
+@pytest.mark.parametrize("correction", ["none", "error_feedback"])
+def test_an_update_reads_nothing_of_the_device_but_its_norms(optimizer, correction):
+    """On a GPU the host would wait for all that it has queued, and the device then for the host."""
+
+    class Queued(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            assert function not in (
+                torch.ops.aten.lift_fresh.default,
+                torch.ops.aten._local_scalar_dense.default,
+                torch.ops.aten.nonzero.default,
+            )
+            return function(*args, **(kwargs or {}))
+
+    make = lambda module: build(optimizer, module)  # noqa: E731
+    options = {"correction": correction, "max_grad_norm": 0.01}
+    emulator = Emulator(tiny.Model(tied=True), M, tiny.loss_fn, make, **options)
+    emulator.step(*tiny.batch(0))
+    with Queued():
+        emulator.step(*tiny.batch(1))
+    assert emulator.grad_norms[1] > 0.01

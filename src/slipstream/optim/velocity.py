@@ -67,17 +67,23 @@ def sgd_velocity(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
 
 
 def adam_velocity(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
-    return _adam(group, state, 1 / (1 - group["betas"][0] ** float(state["step"])))
+    return _adam(group, state, 1 / (1 - group["betas"][0] ** _number(state["step"])))
 
 
 def nadam_velocity(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
-    decay = 0.96 ** ((float(state["step"]) + 1) * group["momentum_decay"])
+    decay = 0.96 ** ((_number(state["step"]) + 1) * group["momentum_decay"])
     momentum = group["betas"][0] * (1 - 0.5 * decay)
-    return _adam(group, state, momentum / (1 - float(state["mu_product"]) * momentum))
+    return _adam(group, state, momentum / (1 - _number(state["mu_product"]) * momentum))
 
 
-def _adam(group: Mapping[str, Any], state: Mapping[str, Any], weight: float) -> Tensor:
-    second = local(state["exp_avg_sq"]) / (1 - group["betas"][1] ** float(state["step"]))
+def _number(value: Tensor | float) -> Any:
+    """A counter of a state. What an optimizer keeps on a device stays there: to read it is to wait for all that is
+    queued, once for each parameter."""
+    return value.double() if isinstance(value, Tensor) and value.device.type != "cpu" else float(value)
+
+
+def _adam(group: Mapping[str, Any], state: Mapping[str, Any], weight: float | Tensor) -> Tensor:
+    second = local(state["exp_avg_sq"]) / (1 - group["betas"][1] ** _number(state["step"]))
     return local(state["exp_avg"]).div(second.sqrt_().add_(group["eps"])).mul_(-group["lr"] * weight)
 
 
