@@ -19,6 +19,7 @@ from slipstream.metrics.breakdown import (
     Sizes,
     breakdown,
 )
+from slipstream.models.sizes import PRESETS
 
 SIZES = Sizes(vocab=4096, mlp=frozenset({384}), tokens=32)
 
@@ -74,6 +75,21 @@ def test_rows_of_experts_are_known_by_their_number():
     sizes = Sizes(vocab=4096, mlp=frozenset({704, 8}), tokens=32, routed=64)
     for name, dims in (("aten::sort", [[64]]), ("aten::index", [[64, 128]]), ("aten::topk", [[32, 8]])):
         assert of(event(name, 0, 1, Input_Dims=dims), sizes=sizes) == {MLP: (1, 0)}
+
+
+def test_a_width_that_attention_has_too_does_not_tell_experts():
+    """moe-10b's experts are as wide as the model: its q, k, v, o and norms were counted as theirs."""
+    sizes = Sizes.of(PRESETS["moe-10b"], tokens=16)
+    assert sizes.mlp == {32}
+    for name, dims, part in (
+        ("aten::mm", [[16, 2048], [2048, 2048]], PRODUCTS),
+        ("aten::mm", [[16, 2048], [2048, 32]], MLP),  # the router
+        ("aten::_grouped_mm", [[64, 2048], [32, 2048, 2048]], MLP),
+        ("aten::mul", [[64, 2048], [64, 2048]], MLP),
+        ("aten::mul", [[1, 16, 2048], [2048]], NORMS),
+    ):
+        assert of(event(name, 0, 1, Input_Dims=dims), sizes=sizes) == {part: (1, 0)}
+    assert Sizes.of(PRESETS["smollm2-360m"], tokens=16).mlp == {2560}
 
 
 def test_on_a_cpu_an_operation_has_the_time_its_callees_leave_and_the_rest_is_idle():

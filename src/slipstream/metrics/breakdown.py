@@ -53,7 +53,7 @@ class Sizes:
 
     @classmethod
     def of(cls, model: ModelConfig, tokens: int) -> Sizes:
-        mlp = frozenset({model.ffn, model.experts} - {0})
+        mlp = frozenset({model.ffn, model.experts} - {0, model.dim, model.q_dim, model.kv_dim})
         return cls(model.vocab, mlp, tokens, tokens * model.experts_per_token)
 
 
