@@ -136,5 +136,7 @@ def test_a_run_says_where_its_layers_should_have_been_cut():
     model = ModelConfig(vocab=64, dim=32, layers=8, heads=4, kv_heads=2, ffn=48)
     config = load(None, ["pipeline.stages=2", "pipeline.boundaries=[4]"])
     parts = SimpleNamespace(config=config, model=model)
-    assert closing._better_cut(parts, (0.5, 1.0)).endswith("pipeline.boundaries=[6] it would have 25% less to do.")
+    assert closing._better_cut(parts, (0.5, 1.0)).endswith(
+        "pipeline.boundaries=[6] it would have 25% less to do."
+    )
     assert closing._better_cut(parts, (0.98, 1.0)) == ""
