@@ -6,6 +6,7 @@ import mmap
 import os
 import resource
 import signal
+import threading
 import time
 from importlib import import_module
 
@@ -64,6 +65,31 @@ class Lingering:
 def leave_behind(world, seconds):
     left = Lingering(seconds)
     raise UserError(f"{left.seconds} s are left behind.")
+
+
+class Kept:
+    """It goes with a collection of garbage only, and leaves word."""
+
+    gone = threading.Event()
+
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        Kept.gone.set()
+
+
+def leave_a_cycle(world):
+    gc.disable()  # else a collection might happen to come in time
+    Kept()
+    return Kept.gone.is_set()
+
+
+def cycle_is_gone(world):
+    try:
+        return Kept.gone.wait(120)
+    finally:
+        gc.enable()
 
 
 def collect(world):

@@ -86,6 +86,12 @@ def test_what_a_failed_job_left_behind_does_not_hold_up_the_next_one():
         assert time.monotonic() - start < 20
 
 
+def test_what_a_job_left_behind_is_gone_before_the_next_one(pool):
+    """A group of gloo's that lingers wakes a hundred times a second, and a schedule refers to itself."""
+    assert pool.run("distributed.jobs:leave_a_cycle", ranks=1, timeout=60) == [False]
+    assert pool.run("distributed.jobs:cycle_is_gone", ranks=1, timeout=200) == [True]
+
+
 def test_a_function_of_the_script_that_was_started_is_refused():
     def job(world): ...
 
