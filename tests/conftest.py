@@ -28,6 +28,13 @@ def pytest_collection_finish():
     gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def nothing_old_is_garbage():
+    """What the files before have imported and computed, some hundred thousand objects, is looked through no more."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def same_products():
     """Where a CPU has no bfloat16, torch gives oneDNN up at the first such product, and float32 ones round differently

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipeline import tiny
-from pipeline.cutover_jobs import GROUPS, M, muon, narrow_muon, swings
+from pipeline.cutover_jobs import GROUPS, M, length, muon, narrow_muon, swings
 from pipeline.test_cutover_engine import emulate
 from pipeline.test_runtime import assert_same, join
 from slipstream import UserError, merge_states
@@ -46,16 +46,17 @@ def test_sums_in_bfloat16_are_rounded_alike_at_every_depth(pool, stages):
     for job in ("compact", "many"):
         ranks = pool.run(f"pipeline.cutover_jobs:{job}", NARROW, ranks=stages)
         for index, case in enumerate(NARROW):
-            expected = emulate(**case)
+            expected = emulate(groups=length(case), **case)
             assert_same(join([rank[index] for rank in ranks]), expected)
-            assert expected[0] != emulate(**{**case, "gradient_dtype": None})[0]
+            plain = emulate(**{**case, "groups": length(case), "gradient_dtype": None})
+            assert expected[0] != plain[0]
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_the_bits_are_those_of_a_plain_master(pool, stages):
     ranks = pool.run("pipeline.cutover_jobs:compact", CASES, ranks=stages)
     for index, case in enumerate(CASES):
-        assert_same(join([rank[index] for rank in ranks]), emulate(**case))
+        assert_same(join([rank[index] for rank in ranks]), emulate(groups=length(case), **case))
 
 
 def test_a_state_goes_from_one_kind_to_the_other(pool):

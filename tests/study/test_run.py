@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,9 +12,11 @@ import time
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from slipstream import __version__
 from slipstream.cli import main
@@ -54,6 +57,14 @@ def data(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """A study's workers have imported torch already. Where there is a GPU they start cold, as a user's do."""
+    if not torch.cuda.is_available():
+        warm = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("fork"))
+        monkeypatch.setattr("slipstream.study.pool.multiprocessing", warm)
+
+
 class HerePool:
     """A pool whose one worker is this process."""
 
@@ -91,7 +102,7 @@ def command(*arguments: object, code: int = 0) -> None:
     assert ended.value.code == code
 
 
-def test_the_toy_study_end_to_end(tmp_path, data, capsys, monkeypatch):
+def test_the_toy_study_end_to_end(tmp_path, data, capsys, monkeypatch, forked):
     """Run, fail in one run, skip, continue, export, tabulate from the export: as a user would."""
     file, out = tmp_path / "toy.toml", tmp_path / "runs"
     broken = '"broken" = { optim = { correction = "none", options.no_such_option = 1 } }'
@@ -284,6 +295,8 @@ def test_an_interrupted_run_ends_and_is_neither_finished_nor_failed(
             raise KeyboardInterrupt
         return wait(pool, 0.1)
 
+    if when == "while it trains":  # at once: before it has imported anything
+        request.getfixturevalue("forked")
     monkeypatch.setattr(Pool, "wait", interrupted)
     study = load_study(TOY, [*SMALLER, f"data.path={data}", "train.steps=1000000", "train.log_every=1"])
     outcome = run_study(study, tmp_path, Limits(only="seed=0 optimizer=muon mode=sync"), Show(tmp_path))
