@@ -58,26 +58,28 @@ class Gradient(NamedTuple):
 
 def with_versions(schedule: Schedule) -> Schedule:
     """The schedule with each action's version filled in by the rule its `weights` names."""
-    rule = schedule.weights
+    banks, stashed = schedule.weights is Weights.BANKS, schedule.weights is Weights.STASH
     last = schedule.microbatches - 1
+    parts = [schedule.old_part(group) for group in range(schedule.groups)]
     old = [reads(group, 0, schedule.old_part).index for group in range(schedule.groups)]
     fresh = [reads(group, last, schedule.old_part).index for group in range(schedule.groups)]
     ranks = []
+    update, make = Kind.UPDATE, tuple.__new__  # without the call between: there may be a million of them
     for actions in schedule.ranks:
         updates: defaultdict[int, int] = defaultdict(int)  # stage -> updates done
         stash: dict[tuple[int, int, int | None], int] = {}
         row = []
         for kind, stage, microbatch, group, _ in actions:
-            if kind is Kind.UPDATE:
+            if kind is update:
                 updates[stage] += 1
                 version = updates[stage]
-            elif rule is Weights.BANKS:
-                version = old[group] if (microbatch or 0) < schedule.old_part(group) else fresh[group]
-            elif rule is Weights.STASH:
+            elif banks:
+                version = old[group] if (microbatch or 0) < parts[group] else fresh[group]
+            elif stashed:
                 version = stash.setdefault((stage, group, microbatch), updates[stage])
             else:
                 version = updates[stage]
-            row.append(Action(kind, stage, microbatch, group, version))
+            row.append(make(Action, (kind, stage, microbatch, group, version)))
         ranks.append(tuple(row))
     return replace(schedule, ranks=tuple(ranks))
 
