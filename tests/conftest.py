@@ -23,6 +23,24 @@ settings.load_profile("any machine")
 gc.disable()  # until all is imported, which is never garbage
 
 
+# Begun first where several processes share the tests: one that is begun last is waited for by one core alone.
+LONGEST = (
+    "train/test_trainer.py", "study/test_run.py", "train/test_health.py", "pipeline/test_placement.py",
+    "pipeline/test_cutover_engine.py", "train/test_signals.py", "pipeline/test_waits.py", "pipeline/test_cutover.py",
+    "test_cli.py", "pipeline/test_runtime.py", "train/test_in_memory.py", "train/test_elastic.py", "test_readme.py",
+    "optim/test_delay.py", "pipeline/test_models.py", "train/test_extras.py", "train/test_stalled.py",
+    "plan/test_planner.py", "study/test_sweep.py", "train/test_data_ranks.py", "test_tutorial.py",
+    "train/test_numbers_only.py", "pipeline/test_emulator.py", "pipeline/test_compact.py", "pipeline/test_dcp.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):  # `--no-loadscope-reorder` keeps this order
+        root = Path(__file__).parent
+        places = {root / name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
