@@ -209,6 +209,7 @@ def test_train_generate_and_train_again(tmp_path, capfd):
         "train.steps=3",
         "checkpoint.every=2",
         "train.eval_batches=1",
+        "pipeline.stages=1",  # one cold start less: two ranks start cold in `train/test_signals.py`
     ]
     place = f"run.dir={tmp_path / 'run'}"
     done = run("train", place, *small)

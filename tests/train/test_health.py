@@ -157,7 +157,7 @@ def test_a_rollback_over_ranks(runs, kind):
     """Two stages hear of the failure when they are some groups further, and past another checkpoint: they go back
     together to the last one before it, and no group used since is used again."""
     every = 4 if kind == "nan" else 20
-    steps = 20 if kind == "nan" else 32
+    steps = 14 if kind == "nan" else 26
     url = f"file://{runs.folder}/copies"
     settings = [f"train.steps={steps}", f"checkpoint.every={every}"]
     groups = {5: "nan", 6: "nan"} if kind == "nan" else {22: "spike"}
