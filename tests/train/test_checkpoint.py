@@ -310,6 +310,20 @@ def test_a_failing_rank_tells_the_leader(tmp_path):
     assert len(failures) == 2
 
 
+def test_why_a_rank_failed_is_read_when_it_is_whole(tmp_path, monkeypatch):
+    """The leader looks for it all the time, and found an empty file."""
+    plain = Path.write_text
+
+    def slowly(path, text, **options):
+        if "neither a tensor" in text:
+            path.touch()
+            time.sleep(0.5)
+        return plain(path, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", slowly)
+    test_a_failing_rank_tells_the_leader(tmp_path)
+
+
 class Bomb:
     def __init__(self, target: Path):
         self.target = target

@@ -238,7 +238,9 @@ class Writer:
             return
         note = draft / f"{self.piece}.failed"
         with contextlib.suppress(OSError, CheckpointError):
-            note.write_text(str(error), encoding="utf-8")
+            begun = note.with_suffix(".begun")
+            begun.write_text(str(error), encoding="utf-8")
+            begun.rename(note)  # whole when the leader sees it
             if self.remote is not None and not self.shared:
                 self.remote.send(Copy(step, self.nonce), note)
 
