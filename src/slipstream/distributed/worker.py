@@ -67,14 +67,17 @@ def main(descriptor: int) -> None:
         if answer[0] == "crash" and "CUDA error" in str(answer[1][0]):
             connection.close()
             os._exit(1)  # the device is of no more use to this process; the next job gets another one
+        failed = answer[0] != "result"
         del answer, job, message  # an error holds all that was at work when it was raised
-        _collect()
+        if failed:
+            _collect_beside()
+        else:
+            gc.collect()  # each group of gloo's that lingers has a thread that wakes a hundred times a second
 
 
-def _collect() -> None:
-    """What a job left behind goes now, beside the main thread, not by chance in the middle of the next job: what
-    began something with other ranks may wait for them when it is destroyed. And each group of gloo's that lingers has a
-    thread that wakes a hundred times a second."""
+def _collect_beside() -> None:
+    """What a failed job left behind goes now, beside the main thread, not by chance in the middle of the next job: what
+    began something with other ranks may wait for them when it is destroyed."""
     thread = threading.Thread(target=gc.collect, name="slipstream-collecting", daemon=True)
     thread.start()
     thread.join(COLLECTING_SECONDS)
