@@ -151,7 +151,7 @@ def main() -> None:
             waiting = [(single if run.kind == ENGINE else many).submit(one, run) for run in todo]
             for future in waiting:
                 future.result()
-    print(table(lines))
+    print(table(lines) if lines else f"No run has ended yet: there is nothing in {file}.")
 
 
 if __name__ == "__main__":

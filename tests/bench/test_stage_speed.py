@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from scripts import loaded
 from slipstream.config.resolve import model_config
 from slipstream.models.sizes import PRESETS
-
-SCRIPT = Path(__file__).parents[2] / "studies" / "stage_speed.py"
 
 
 @pytest.fixture(scope="module")
 def study():
-    spec = importlib.util.spec_from_file_location("stage_speed", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["stage_speed"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["stage_speed"]
+    with loaded("stage_speed") as module:
+        yield module
 
 
 def rows_of(out: Path):

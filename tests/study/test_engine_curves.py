@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from scripts import loaded
 from slipstream.config import load
-
-SCRIPT = Path(__file__).parents[2] / "studies" / "engine.py"
 
 
 @pytest.fixture(scope="module")
 def study():
-    spec = importlib.util.spec_from_file_location("engine_curves", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["engine_curves"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["engine_curves"]
+    with loaded("engine") as module:
+        yield module
 
 
 def test_both_train_the_same(study):

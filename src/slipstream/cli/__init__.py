@@ -119,7 +119,7 @@ def _print_help() -> None:
     console = Console(highlight=False)
     console.print(
         "[bold]slipstream[/] COMMAND [ARGUMENTS]\n\n"
-        "Asynchronous pipeline-parallel pretraining: no bubble, every gradient one update old.\n"
+        "Asynchronous pipeline-parallel pretraining: no bubble, no gradient more than one update old.\n"
     )
     table = Table(box=None, show_header=False, padding=(0, 2))
     for name, (_, summary) in COMMANDS.items():

@@ -105,9 +105,8 @@ class _Unreadable:
 def _tell(connection: Connection, quiet: Callable[[], None], failure: tuple[str, Any]) -> None:
     """What went wrong here, ahead of the answer: groups that lost somebody take a while to be closed."""
     quiet()
-    with contextlib.suppress(
-        OSError, TypeError, AttributeError, ValueError
-    ):  # else the answer says what is wrong
+    # What cannot be sent now is named by the answer.
+    with contextlib.suppress(OSError, TypeError, AttributeError, ValueError):
         send(connection, (CAUSE, failure))
 
 

@@ -64,9 +64,8 @@ class CappedAdamW(AdamW):
         excesses = _excess(steps, bases, group["cap"]).mul_(group["lr"])
         add_(batch, excesses.unbind())
         for state in states:
-            if (
-                "basis" not in state or state["basis"].dtype != bases.dtype
-            ):  # torch loads it in its parameter's
+            # What is loaded has the dtype of its parameter.
+            if "basis" not in state or state["basis"].dtype != bases.dtype:
                 state["basis"] = torch.empty_like(bases[0])  # not a view of all: a checkpoint holds none
         copy_([state["basis"] for state in states], bases.unbind())
 

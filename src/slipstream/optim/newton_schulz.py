@@ -96,9 +96,8 @@ def _orthogonalise_in_place(stack: Tensor, steps: int) -> Tensor:
 def part_size(count: int, rows: int, columns: int, programs: int) -> int:
     """Of `count` matrices [rows, columns], how many to work on at a time where `programs` of a product run at once."""
     side = min(rows, columns)
-    scratch = 2 * (
-        4 * side * side + rows * columns
-    )  # in half precision: G, Z, Q, a product; what X is multiplied into
+    # In half precision: G, Z, Q and a product; what X is multiplied into.
+    scratch = 2 * (4 * side * side + rows * columns)
     most = min(MOST_MATRICES, _SCRATCH_BYTES // max(1, scratch))
     return max(1, count if count <= most else _fullest(count, most, tiles(side), programs))
 

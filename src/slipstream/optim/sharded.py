@@ -37,10 +37,9 @@ class Batch(NamedTuple):
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that lives on this rank, without autograd."""
+    # A gradient or a state is that already; a thousand aliases of them are milliseconds of a step.
     if type(tensor) is Tensor and not tensor.requires_grad:
-        return (
-            tensor  # of a gradient or a state there is no other; a thousand aliases a step are milliseconds
-        )
+        return tensor
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
