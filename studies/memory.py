@@ -1,6 +1,6 @@
 """What a stage takes of a GPU: measured peaks, beside the planner's figures and torch's 1F1B.
 
-    python studies/memory.py OUT [--at-once N] [--only TEXT]
+    python studies/memory.py OUT [--at-once N] [--only TEXT,TEXT]
 
 Trains every setting below for a few updates through `slipstream train`, and writes OUT/memory.jsonl: peaks by stage and
 what the planner says of them. `sharded 1F1B` is torch's own schedule with a sharded optimizer written out below, since
@@ -17,7 +17,8 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock
 
@@ -56,7 +57,7 @@ class Setting:
     optimizer: str = "muon"
     cutover: int | None = None
     checkpointing: bool = False
-    narrow: bool = False  # sums of gradients and momentum in bfloat16
+    narrow: bool = False  # momentum in bfloat16 and, where they are the engine's, sums of gradients
 
     @property
     def name(self) -> str:
@@ -79,7 +80,8 @@ class Setting:
         devices = self.stages * self.data_ranks
         tokens = self.microbatches * self.rows * self.data_ranks * self.sequence
         cluster = Cluster(find_device("h200"), devices)
-        precision = NARROW if self.narrow else BF16
+        gradient = NARROW.gradient if self.schedule == "2bw" else BF16.gradient
+        precision = replace(NARROW, gradient=gradient) if self.narrow else BF16
         return Fitter(
             Job(
                 preset(self.model),
@@ -122,7 +124,9 @@ class Setting:
         if self.cutover is not None:
             given["pipeline.cutover"] = self.cutover
         if self.narrow:
-            given |= {"train.gradient_dtype": "bfloat16", "optim.options.state_dtype": "bfloat16"}
+            given["optim.options.state_dtype"] = "bfloat16"
+            if self.schedule == "2bw":
+                given["train.gradient_dtype"] = "bfloat16"
         return [f"{key}={value}" for key, value in given.items()]
 
 
@@ -147,6 +151,10 @@ SETTINGS = [
     Setting(SMALL, narrow=True),
     Setting(LARGE, data_ranks=2, shard=True, narrow=True),
     Setting(SMALL, data_ranks=2, shard=True, narrow=True),
+    Setting(LARGE, "1f1b", narrow=True),
+    Setting(SMALL, "1f1b", narrow=True),
+    Setting(LARGE, "sharded 1f1b", data_ranks=2, shard=True, narrow=True),
+    Setting(SMALL, "sharded 1f1b", data_ranks=2, shard=True, narrow=True),
 ]
 
 
@@ -210,7 +218,8 @@ def sharded_1f1b(world: World, fields: dict, cut: list[list[int]]) -> int:
     for number, parameter in enumerate(parameters):
         if owner[number] == column:
             master.register_parameter(str(number), nn.Parameter(parameter.detach().clone()))
-    optimizer = build(setting.optimizer, master, lr=1e-3)
+    state = {"state_dtype": "bfloat16"} if setting.narrow else {}
+    optimizer = build(setting.optimizer, master, lr=1e-3, **state)
     module.to(torch.bfloat16)
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
 
@@ -257,12 +266,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--at-once", type=int, default=1, help="settings that run side by side")
-    parser.add_argument("--only", default="", help="part of the name of a setting")
+    parser.add_argument("--only", default="", help="parts of the names of settings, joined by commas")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    with partitioned(1) as service:  # processes of one GPU at work at the same time
-        os.environ.update(service.environment)
-        run([setting for setting in SETTINGS if given.only in setting.name], given.out, given.at_once)
+    chosen = [setting for setting in SETTINGS if any(part in setting.name for part in given.only.split(","))]
+    served = nullcontext() if "CUDA_MPS_PIPE_DIRECTORY" in os.environ else partitioned(1)
+    with served as service:  # processes of one GPU at work at the same time
+        os.environ.update(service.environment if service else {})
+        run(chosen, given.out, given.at_once)
 
 
 def run(settings: list[Setting], out: Path, at_once: int) -> None:

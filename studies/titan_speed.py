@@ -1,6 +1,6 @@
-"""torchtitan's own pipelines and 2BW under torchtitan, in turns: seconds per step of one Llama on four stages.
+"""torchtitan's own pipelines and 2BW under torchtitan, in turns: seconds per step of one Llama, on four stages.
 
-    PYTHONPATH=src:tests/titan python studies/titan_speed.py OUT [--rounds 3] [--only 1F1B,2bw]
+    PYTHONPATH=src:tests/titan python studies/titan_speed.py OUT [--rounds 3] [--only 1F1B,2bw] [--compile]
 
 On a GPU the stages have a partition of it each (CUDA MPS, over an NCCL that lets ranks share one: docs/engine.md);
 without one they are processes on cores, and a tiny model. Every turn builds a trainer and trains it for some steps; the
@@ -21,6 +21,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -33,7 +34,7 @@ CONTENDERS = {  # torchtitan's name of a schedule, and chunks on each rank
     "ZBV": ("ZBVZeroBubble", 2),
     "2bw": ("1F1B", 1),
 }
-WARM, COUNTED = 4, 8
+WARM, COUNTED = 4, 16
 SECONDS = 240.0  # of one turn
 
 
@@ -43,7 +44,7 @@ def shape(on_gpu: bool) -> dict[str, int]:
     return {"dim": 32, "heads": 2, "layers": 8, "ffn": 64, "length": 16, "rows": 1}
 
 
-def turn(name: str, microbatches: int, folder: Path) -> dict[str, Any]:
+def turn(name: str, given: argparse.Namespace) -> dict[str, Any]:
     """One rank of one contender, from building its trainer to closing it."""
     import on_cpu  # first: it patches what torchtitan reads when it is imported
     from torchtitan.models.common import ComplexRoPE
@@ -52,10 +53,11 @@ def turn(name: str, microbatches: int, folder: Path) -> dict[str, Any]:
 
     from slipstream.torchtitan import with_2bw
 
-    on_gpu = torch.cuda.is_available()
-    sizes = shape(on_gpu)
+    on_gpu, microbatches = torch.cuda.is_available(), given.microbatches
+    sizes = shape(on_gpu) | json.loads(given.shape)
     on_cpu.LENGTH = sizes["length"]
-    config = on_cpu.debug_config(folder)
+    config = on_cpu.debug_config(given.out / "work")
+    config.compile.enable = given.compile
     model, dim = config.model_spec.model, sizes["dim"]
     model.dim = model.tok_embeddings.embedding_dim = model.lm_head.in_features = dim
     model.norm.normalized_shape = dim
@@ -75,11 +77,11 @@ def turn(name: str, microbatches: int, folder: Path) -> dict[str, Any]:
         "training.seq_len": sizes["length"],
         "training.local_batch_size": rows,
         "training.global_batch_size": rows,
-        "training.mixed_precision_param": "bfloat16" if on_gpu else "float32",
-        "parallelism.pipeline_parallel_degree": STAGES,
+        "training.dtype": "bfloat16" if on_gpu else "float32",  # mixed precision is FSDP's alone
+        "parallelism.pipeline_parallel_degree": given.stages,
         "parallelism.pipeline_parallel_microbatch_size": sizes["rows"],
         "parallelism.pipeline_parallel_schedule": schedule,
-        "parallelism.pipeline_parallel_layers_per_stage": sizes["layers"] // (STAGES * chunks),
+        "parallelism.pipeline_parallel_layers_per_stage": sizes["layers"] // (given.stages * chunks),
         "parallelism.pipeline_parallel_first_stage_less_layers": 0,
         "parallelism.pipeline_parallel_last_stage_less_layers": 0,
     }
@@ -98,21 +100,20 @@ def turn(name: str, microbatches: int, folder: Path) -> dict[str, Any]:
 
     trainer.train_step = timed
     try:
-        trainer.train()
+        with mock.patch("torchtitan.trainer.time.sleep"):  # rank 0 would wait two seconds at the end
+            trainer.train()
         if on_gpu:
             torch.cuda.synchronize()
         seconds = (time.perf_counter() - marks[WARM]) / COUNTED
     finally:
         trainer.close()
     torch.distributed.destroy_process_group()
-    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
     tokens = rows * sizes["length"]
     return {
         "contender": name,
         "microbatches": microbatches,
         "seconds": seconds,
         "tokens": tokens,
-        "peak": peak,
     }
 
 
@@ -121,15 +122,22 @@ def rank(given: argparse.Namespace) -> None:
     faulthandler.dump_traceback_later(SECONDS - 20, exit=True)
     if torch.cuda.is_available() and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
         os.environ["LOCAL_RANK"] = "0"  # ranks that share a GPU
-    found = turn(given.turn, given.microbatches, given.out / "work")
+    found = turn(given.turn, given)
     if os.environ["RANK"] == "0":
         with (given.out / "turns.jsonl").open("a") as file:
             file.write(json.dumps(found) + "\n")
 
 
 def start(name: str, given: argparse.Namespace, surroundings: dict[str, str]) -> bool:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={STAGES}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={given.stages}",
+    ]
     command = [*launcher, __file__, str(given.out), "--turn", name, "--microbatches", str(given.microbatches)]
+    command += ["--stages", str(given.stages), "--shape", given.shape, *["--compile"] * given.compile]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     environment = {**os.environ, **surroundings, "TITAN_DEVICE": device, "OMP_NUM_THREADS": "1"}
     with (given.out / f"{name}.log").open("a") as log:
@@ -143,16 +151,20 @@ def start(name: str, given: argparse.Namespace, surroundings: dict[str, str]) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--microbatches", type=int, default=2 * STAGES)
+    parser.add_argument("--stages", type=int, default=STAGES)
+    parser.add_argument("--microbatches", type=int, help="of a step; else two for each stage")
+    parser.add_argument("--shape", default="{}", help='changes of it, as JSON: {"layers": 8}')
+    parser.add_argument("--compile", action="store_true", help="every layer, as torchtitan does")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default=",".join(CONTENDERS))
     parser.add_argument("--turn", choices=CONTENDERS, help="as a rank, of this contender")
     given = parser.parse_args()
+    given.microbatches = given.microbatches or 2 * given.stages
     if given.turn:
         rank(given)
         return
     given.out.mkdir(parents=True, exist_ok=True)
-    service = partitioned(STAGES) if torch.cuda.is_available() else nullcontext()
+    service = partitioned(given.stages) if torch.cuda.is_available() else nullcontext()
     with service as made:
         surroundings = {} if made is None else made.environment
         for number in range(given.rounds):

@@ -1,7 +1,8 @@
 """Training runs of torchtitan, one after the other: `job.py FILE`, a JSON list of
 
 {"kind": "stock" | "2bw" | "seed" | "emulated", "ranks": ..., "folder": ..., "config": {dotted name: value},
- "settings": {those of with_2bw}, "recompute": whether activations are, "model": llama3 or qwen3}
+ "settings": {those of with_2bw}, "recompute": whether activations are, "model": llama3 or qwen3,
+ "unwaiting": whether a step may not wait for the GPU}
 
 The ranks of a run are forked from this process, which has imported torch and torchtitan: that takes longer than a run.
 Under torchrun (on GPUs, which do not survive a fork) this process is a rank.
@@ -22,7 +23,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from slipstream.torchtitan import with_2bw
 
 
-def train(kind, folder, config, settings=None, recompute=False, model="llama3", **more):
+def train(kind, folder, config, settings=None, recompute=False, model="llama3", unwaiting=False, **more):
     if kind == "emulated":
         emulated.train(folder, config, settings or {}, model, **more)
         return
@@ -38,11 +39,27 @@ def train(kind, folder, config, settings=None, recompute=False, model="llama3", 
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
             record = on_cpu.Record(trainer, f"{folder}/record")
+            if unwaiting:
+                refuse_waits(trainer)
             trainer.train()
             record.write()
     finally:
         trainer.close()
     torch.distributed.destroy_process_group()
+
+
+def refuse_waits(trainer):
+    """From the third step on, whatever makes the host wait for the GPU is an error."""
+    step = trainer.train_step
+
+    def refusing(batches):
+        torch.cuda.set_sync_debug_mode("error" if trainer.step > 2 else "default")
+        try:
+            step(batches)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    trainer.train_step = refusing
 
 
 def rank(index, ranks, port, job):

@@ -56,6 +56,14 @@ def test_with_delay_it_is_the_emulator(start, optimizer):
     same(runs, f"delayed {name}", f"emulated {name}")
 
 
+def test_no_step_waits_for_the_gpu(start):
+    """A host that waits at a step has nothing queued behind it, which is a bubble; every step writes its line here."""
+    runs, started = start
+    runs.add("unwaiting", stages=4, settings={"cutover": 5}, config=UNCLIPPED, unwaiting=True)
+    started(4)
+    assert list(runs.losses("unwaiting")) == list(range(1, 21))
+
+
 def test_a_resume_in_bfloat16_goes_on(start):
     runs, started = start
     narrow = {"training.mixed_precision_param": "bfloat16"}

@@ -15,22 +15,26 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config.override import derive
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from slipstream.optim.sharded import local as part_of
 from slipstream.pipeline.runtime import Schedule2BW
 from slipstream.torchtitan.checkpoint import Banks, CheckpointManager2BW
 from slipstream.torchtitan.optimizers import Optimizers2BW, only
 from slipstream.torchtitan.settings import Settings, check
 
 Batch = tuple[dict[str, Tensor], Tensor]
+Counts = tuple[int, list[float]]
 
 
 class Trainer2BW(Trainer):
@@ -43,6 +47,7 @@ class Trainer2BW(Trainer):
     def __init__(self, config: Config) -> None:
         self._landed = False
         self._engine: Schedule2BW | None = None
+        self._line: Line | None = None  # to be written
         if config.checkpoint.create_seed_checkpoint:  # of one rank, without a pipeline
             super().__init__(config)
             return
@@ -114,43 +119,67 @@ class Trainer2BW(Trainer):
         rates = self.lr_schedulers.get_metrics()
         self.checkpointer.maybe_wait_for_staging()  # an update may write the master at any time from here on
         batches = [next(data_iterator) for _ in range(self.microbatches)]
-        local = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum().to(self.device)
+        local = self._moved(torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum())
         tokens = local
         if self.parallel_dims.dp_enabled:
             tokens = dist_utils.dist_sum_tensor(local.clone(), self.parallel_dims.get_mesh("batch"))
         loss = self.forward_backward_step(
             input_dict=[self._on_device(inputs) for inputs, _ in batches],
-            labels=[labels.to(self.device) for _, labels in batches],
+            labels=[self._moved(labels) for _, labels in batches],
             global_valid_tokens=tokens,
         ).detach()
         self.lr_schedulers.step()
+        self._log()
         if self.metrics_processor.should_log(self.step):
-            self._log(loss, local, tokens, rates)
+            self._line = self._told(loss, local, tokens, rates)
+        if self.config.validator.enable and self.validator.should_validate(self.step):
+            self._log()
 
     def _on_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        return {k: self._moved(v) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
-    def _log(self, loss: Tensor, local: Tensor, tokens: Tensor, rates: dict[str, float]) -> None:
-        """torchtitan's line. The norm is that of the newest update that is done, which is not this step's."""
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """To the device. From memory that is not pinned that would wait until all that is queued there is done, and a
+        pipeline whose hosts wait has its bubble back."""
+        pinned = tensor.pin_memory() if self.device.type == "cuda" else tensor
+        return pinned.to(self.device, non_blocking=True)
+
+    def _told(self, loss: Tensor, local: Tensor, tokens: Tensor, rates: dict[str, float]) -> "Line":
+        """What this step's line will say, on its way to the host."""
+        loss = part_of(loss).double().squeeze()
+        found = torch.stack([loss, torch.full_like(loss, self.ntokens_seen)])  # sums over data ranks
+        most = loss * tokens / local
+        mesh = self.parallel_dims.get_optional_mesh("loss") if self.parallel_dims.dp_enabled else None
+        if mesh is not None:
+            dist.all_reduce(found, group=mesh.get_group())
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group())
+        values = torch.cat([found, most[None]]).to("cpu", non_blocking=True)
+        return Line(
+            self.step, values, queued_so_far(self.device), rates, taken_counts(self.metrics_processor)
+        )
+
+    def _log(self) -> None:
+        """torchtitan's line of the last step that has one. It is written when the step after that is queued: by then it
+        has been computed, as a rule. The norm is that of the newest update that is done, perhaps an older one's."""
+        line, self._line = self._line, None
+        if line is None:
+            return
         assert self._engine is not None
-        mean = most = float(loss)
-        seen: float = self.ntokens_seen
-        if self.parallel_dims.dp_enabled:
-            mesh = self.parallel_dims.get_optional_mesh("loss")
-            mean = dist_utils.dist_sum(loss, mesh)
-            most = dist_utils.dist_max(loss * tokens / local, mesh)
-            seen = dist_utils.dist_sum(
-                torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device), mesh
-            )
+        if line.done is not None:
+            line.done.synchronize()
+        mean, seen, most = line.values.tolist()
         if not math.isfinite(mean):
-            raise RuntimeError(f"Loss is not finite ({mean}) at step {self.step}. Stopping training.")
+            raise RuntimeError(f"Loss is not finite ({mean}) at step {line.step}. Stopping training.")
         norms = self._engine.grad_norms
         newest = max(norms, default=None)
-        extra = {"n_tokens_seen": seen, "slipstream/skipped_steps": self._engine.skipped, **rates}
+        extra = {"n_tokens_seen": seen, "slipstream/skipped_steps": self._engine.skipped, **line.rates}
         if newest is not None:
             extra["slipstream/step_of_grad_norm"] = newest + 1
         norm = math.nan if newest is None else norms[newest]
-        self.metrics_processor.log(self.step, mean, most, norm, extra_metrics=extra)
+        later = taken_counts(self.metrics_processor)
+        give_counts(self.metrics_processor, line.counts)
+        self.metrics_processor.log(line.step, mean, most, norm, extra_metrics=extra)
+        give_counts(self.metrics_processor, later)
 
     # The end ----------------------------------------------------------------------------------------------
 
@@ -163,6 +192,7 @@ class Trainer2BW(Trainer):
         if self._engine is not None:
             with self.train_context():
                 self._engine.drain()
+            self._log()
         self._landed = True
 
     def close(self) -> None:
@@ -170,6 +200,36 @@ class Trainer2BW(Trainer):
         if self._engine is not None:
             failed = None if self._landed else RuntimeError("training did not end")
             self._engine.__exit__(type(failed), failed, None)
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a step logs. `values`: loss, tokens seen, largest loss; there when `done` is."""
+
+    step: int
+    values: Tensor
+    done: torch.cuda.Event | None
+    rates: dict[str, float]
+    counts: Counts
+
+
+def taken_counts(processor: MetricsProcessor) -> Counts:
+    """What torchtitan has counted since its last line: tokens, and seconds of loading. It counts anew from here."""
+    counts = processor.ntokens_since_last_log, processor.data_loading_times
+    processor.ntokens_since_last_log, processor.data_loading_times = 0, []
+    return counts
+
+
+def give_counts(processor: MetricsProcessor, counts: Counts) -> None:
+    processor.ntokens_since_last_log, processor.data_loading_times = counts
+
+
+def queued_so_far(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 class Copies:
