@@ -9,15 +9,16 @@ from slipstream.pipeline import ties
 from slipstream.plan.candidates import TIE_BLOCKS, Fitter
 from slipstream.plan.devices import GIB, Cluster, find_device
 from slipstream.plan.layout import Job
-from slipstream.plan.memory import NARROW
+from slipstream.plan.memory import BF16, NARROW
 from slipstream.plan.throughput import Shape
 
 ROWS, SEQUENCE, MICROBATCHES = 4, 1024, 8
 
 
-def fitter(data_ranks=1, model="smollm2-135m"):
+def fitter(data_ranks=1, model="smollm2-135m", precision=BF16):
     job = preset(model), Cluster(find_device("h200"), 4 * data_ranks)
-    return Fitter(Job(*job, data_ranks * MICROBATCHES * ROWS * SEQUENCE, SEQUENCE, optimizer="muon"))
+    tokens = data_ranks * MICROBATCHES * ROWS * SEQUENCE
+    return Fitter(Job(*job, tokens, SEQUENCE, optimizer="muon", precision=precision))
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,27 @@ def test_2bw_with_a_cutover_and_a_sharded_optimizer(model, data_ranks, cutover, 
     assert cut is not None
     planned = [rank.total - rank.communicators for rank in planner.memory(shape, cut)]
     assert planned[: len(measured)] == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "model", "data_ranks", "measured"),
+    [
+        ("pipedream_2bw", "smollm2-360m", 1, [8287895552, 5973818880, 4402035200, 3688466432]),
+        ("pipedream_2bw", "smollm2-135m", 1, [4223912448, 2951963648, 2380307456, 2576564736]),
+        ("pipedream_2bw", "smollm2-360m", 2, [7980540928, 5788963840, 4219170816, 3483392512]),
+        ("pipedream_2bw", "smollm2-135m", 2, [4109084672, 2894173184, 2313468928, 2498306048]),
+        ("1f1b", "smollm2-360m", 1, [8311478784, 5985982464, 4433359872, 3678841344]),
+    ],
+)
+def test_narrow_sums_and_momentum(schedule, model, data_ranks, measured):
+    """`studies/memory.py` over NCCL; 1F1B has narrow momentum only."""
+    precision = NARROW if schedule == "pipedream_2bw" else replace(NARROW, gradient=BF16.gradient)
+    shape = Shape(schedule, 4, data_ranks, MICROBATCHES, ROWS, shard_optimizer=data_ranks > 1)
+    planner = fitter(data_ranks, model, precision)
+    cut = planner.cut(shape)
+    assert cut is not None
+    planned = [rank.total - rank.communicators for rank in planner.memory(shape, cut)]
+    assert planned == pytest.approx(measured, rel=0.05)
 
 
 def test_the_ten_billion_parameters_too():
