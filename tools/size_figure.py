@@ -26,6 +26,7 @@ OURS = (
     ("ladder", {"size": "2M"}, "2M"),
     ("ladder", {"size": "4M"}, "4M"),
     ("b-muon-adamw", {"optimizer": "muon"}, "8M (B)"),  # the ladder's 8M are three of these five seeds
+    ("ladder", {"size": "16M"}, "16M"),
     ("a-cutover", {"optimizer": "muon"}, "42M (A)"),
 )
 MODES = {"delay": "one update of delay", "ef": "with error feedback", "ef 1/3": "and only a third of it old"}
@@ -33,7 +34,7 @@ COLOURS = {"delay": "#c51b7d", "ef": "#2166ac", "ef 1/3": "#1b7837"}
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 900, 440, 64, 78, 20, 66
 SIZES, GAPS, KNEE = (3.6e5, 1.4e10), (-0.032, 0.35), 0.01
 TICKS = (-0.03, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
-LADDER = ("2M", "4M", "8M (B)")  # joined by a line: the same tokens per parameter, batch and text
+LADDER = ("2M", "4M", "8M (B)", "16M")  # joined by a line: the same tokens per parameter, batch and text
 
 
 @dataclass(frozen=True)

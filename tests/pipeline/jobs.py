@@ -249,6 +249,52 @@ def on_gpu(world, groups=10, backend=None, cutover=M):
     return losses, emulated, dist.get_backend()
 
 
+def halves(world, optimizer, device="cuda", groups=8):
+    """Losses of a small language model with bf16 banks and half of a group old: with a master in halves, with a plain
+    one, and of the emulator (on rank 0)."""
+    from slipstream import Emulator
+    from slipstream.models.loss import TokenLoss, with_group_count
+    from slipstream.models.sizes import ModelConfig
+    from slipstream.models.stages import build_stage
+    from slipstream.optim import build
+
+    rank, ranks = world.rank, world.size
+    config = ModelConfig(vocab=256, dim=128, layers=4, heads=2, kv_heads=2, ffn=256, tied=False)
+
+    def stage(first, last):
+        ends = {"embedding": first == 0, "head": last == config.layers}
+        return build_stage(config, first, last, **ends, seed=0, device=device)
+
+    def rows(group):
+        tokens = torch.randint(
+            config.vocab, (2 * M, 33), generator=torch.Generator().manual_seed(group), device="cpu"
+        ).to(device)
+        return tokens[:, :-1].contiguous(), with_group_count(tokens[:, 1:].contiguous())
+
+    options = {"cutover": M // 2, "bank_dtype": torch.bfloat16, "max_grad_norm": 0.5}
+    loss = TokenLoss(shares=M)
+    made = (M, loss, lambda module: build(optimizer, module, lr=1e-2), "error_feedback")
+    found = {}
+    for name, compact in (("halves", True), ("plain", False)):
+        module = stage(rank * config.layers // ranks, (rank + 1) * config.layers // ranks)
+        placed = PipelineStage(module, rank, ranks, torch.device(device))
+        with Schedule2BW(placed, *made, **options, compact_master=compact, timeout=60) as schedule:
+            taken = []
+            for group in range(groups):
+                x, y = rows(group)
+                losses = []
+                first, last = rank == 0, rank == ranks - 1
+                schedule.step(*((x,) if first else ()), **({"target": y, "losses": losses} if last else {}))
+                taken += losses
+            schedule.drain()
+        found[name] = [loss.item() for loss in taken]
+    if rank == 0:
+        emulator = Emulator(stage(0, config.layers), *made, **options)
+        taken = [loss for group in range(groups) for loss in emulator.step(*rows(group))]
+        found["emulated"] = [loss.item() for loss in taken]
+    return found
+
+
 def lose_on_gpu(world):
     """Rank 1 dies in the middle of group 3."""
     import os

@@ -20,6 +20,14 @@ def test_stages_that_share_a_gpu_match_the_emulator(pool, stages, cutover):
         assert results[0][2] == "slipstream", "the ranks could not share the GPU's memory"
 
 
+@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_master_in_halves_gives_the_bits_of_a_plain_one(pool, stages, optimizer):
+    results = pool.run("pipeline.jobs:halves", optimizer, ranks=stages)
+    assert results[-1]["plain"] == results[0]["emulated"]
+    assert results[-1]["halves"] == results[0]["emulated"]
+
+
 @pytest.mark.parametrize("backend", ["gloo", "slipstream_staged"])
 def test_stages_staged_through_the_host_match_the_emulator(pool, backend):
     results = pool.run("pipeline.jobs:on_gpu", backend=backend, ranks=2)
