@@ -18,16 +18,34 @@ ROOT = Path(__file__).parent.parent / "src" / "slipstream"
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "formats": set(),
-    "torch_private": set(),
+    "torch_late": set(),
+    "torch_private": {"torch_late"},
     "kernels": set(),
     "lists": {"kernels", "torch_private"},
     "schedule": {"errors"},
     "models": {"formats", "errors", "torch_private"},
     "optimizers": {"errors"},
-    "optim": {"optimizers", "errors", "kernels", "lists", "torch_private", "distributed.groups"},
+    "optim": {
+        "optimizers",
+        "errors",
+        "kernels",
+        "lists",
+        "torch_late",
+        "torch_private",
+        "distributed.groups",
+    },
     "data": {"formats", "errors"},
     "distributed": {"errors", "torch_private"},
-    "pipeline": {"schedule", "optim", "distributed", "errors", "kernels", "lists", "torch_private"},
+    "pipeline": {
+        "schedule",
+        "optim",
+        "distributed",
+        "errors",
+        "kernels",
+        "lists",
+        "torch_late",
+        "torch_private",
+    },
     "metrics": {"formats", "schedule", "models.sizes", "errors"},
     "plan": {"formats", "schedule", "models.sizes", "errors"},
     "config": {"formats", "schedule", "models.sizes", "optimizers", "errors"},
@@ -172,3 +190,43 @@ def test_no_torch_at_the_top_where_it_must_start_quickly() -> None:
 def test_schedules_load_neither_torch_nor_plotly(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'plotly' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+SLOW = (
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.pipelining",
+    "torch.distributed.fsdp",
+)
+PLAIN_RUN = f"""
+import sys
+from slipstream.cli import main
+sys.argv = ["slipstream", "train", *sys.argv[1:]]
+try:
+    main()
+finally:
+    print("slow:", [name for name in {SLOW} if name in sys.modules])
+"""
+
+
+def test_a_run_that_needs_neither_compiler_nor_shards_does_not_import_them(tmp_path: Path) -> None:
+    """They take as long as the rest of torch."""
+    tiny = [
+        "model.dim=32",
+        "model.layers=1",
+        "model.ffn=32",
+        "data.sequence=8",
+        "train.steps=1",
+        "train.eval_batches=1",
+    ]
+    command = [
+        sys.executable,
+        "-c",
+        PLAIN_RUN,
+        *tiny,
+        "train.report=false",
+        "pipeline.schedule=emulate",
+        f"run.dir={tmp_path / 'run'}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "slow: []", done.stdout + done.stderr

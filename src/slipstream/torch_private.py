@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from slipstream.torch_late import imported, is_fsdp
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -62,12 +64,16 @@ def traced_graph(stage: Any) -> tuple[Any, Any, dict[str, int]]:
 
 def is_traced(stage: Any) -> bool:
     """Whether `stage` comes from torch's tracer (`pipeline(...).build_stage`)."""
+    if not imported("torch.distributed.pipelining"):
+        return False
     from torch.distributed.pipelining.stage import _PipelineStage
 
     return isinstance(stage, _PipelineStage)
 
 
 def is_pipeline_stage(stage: Any) -> bool:
+    if not imported("torch.distributed.pipelining"):
+        return False
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
     return isinstance(stage, _PipelineStageBase)
@@ -80,11 +86,9 @@ def default_store() -> dist.Store:
 
 def fsdp_meshes(module: nn.Module) -> dict[int, DeviceMesh]:
     """The mesh over which FSDP2 averages the gradient of a parameter, by the parameter's id."""
-    from torch.distributed.fsdp import FSDPModule
-
     found: dict[int, DeviceMesh] = {}
     for fsdp_module in module.modules():
-        if isinstance(fsdp_module, FSDPModule):
+        if is_fsdp(fsdp_module):
             fsdp_state: Any = fsdp_module._get_fsdp_state()
             if hasattr(fsdp_state, "_fsdp_param_groups"):
                 groups = fsdp_state._fsdp_param_groups
@@ -98,6 +102,8 @@ def fsdp_meshes(module: nn.Module) -> dict[int, DeviceMesh]:
 
 def is_replicate_spec(spec: object) -> bool:
     """Whether a chunk spec of torch's says that every microbatch gets the whole tensor."""
+    if not imported("torch.distributed.pipelining"):
+        return False
     from torch.distributed.pipelining.microbatch import _Replicate
 
     return spec is _Replicate or isinstance(spec, _Replicate)
@@ -108,6 +114,17 @@ def is_strided_shard(placement: object) -> bool:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return isinstance(placement, _StridedShard)
+
+
+def spare_compiler() -> None:
+    """For a process that compiles nothing. An optimizer that is made imports torch's compiler, which takes two seconds,
+    to tell it that it should not look into three of an optimizer's methods."""
+    if imported("torch._dynamo"):
+        return
+    for method in (Optimizer.add_param_group, Optimizer.state_dict, Optimizer.load_state_dict):
+        plain = getattr(method, "__wrapped__", None)
+        if plain is not None:
+            plain.__dynamo_disable = plain  # what torch would keep there
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

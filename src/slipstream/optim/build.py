@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -28,6 +27,7 @@ from slipstream.optim.capped import CappedAdamW
 from slipstream.optim.library import LibraryOptimizer
 from slipstream.optim.muon import Muon
 from slipstream.optimizers import ADAMW_REST, OPTIMIZERS, Defaults, check_options, unknown
+from slipstream.torch_late import is_dtensor
 
 Group = dict[str, Any]
 Make = Callable[[list[Group], Mapping[str, Any]], Optimizer]  # of groups and options
@@ -59,7 +59,7 @@ def _library(kind: str, **fixed: Any) -> Make:
     """An optimizer of pytorch-optimizer over the groups that are its own, AdamW over the others."""
 
     def make(groups: list[Group], options: Mapping[str, Any]) -> Optimizer:
-        sharded = any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
+        sharded = any(is_dtensor(parameter) for group in groups for parameter in group["params"])
         batched = {"foreach": False} if sharded else {}
         return LibraryOptimizer(kind, groups, {**fixed, **options, **batched})
 
@@ -110,7 +110,7 @@ def build(name: str, module: nn.Module, **options: Any) -> Optimizer:
 
 def _made(name: str, recipe: Recipe, module: nn.Module, settings: dict[str, Any], decay: str) -> Optimizer:
     matrices, rest = split_parameters(module)
-    if not recipe.on_shards and any(isinstance(parameter, DTensor) for parameter in matrices):
+    if not recipe.on_shards and any(is_dtensor(parameter) for parameter in matrices):
         raise UserError(
             f"{name} needs whole matrices and these are sharded (DTensor). "
             "Use muon, adamw or lion with FSDP, or shard the optimizer by whole matrices instead."

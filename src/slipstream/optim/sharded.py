@@ -15,17 +15,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from slipstream.distributed.groups import Group, Groups, Wait
 from slipstream.errors import UserError
 from slipstream.optim.newton_schulz import Fill, Stack, compute_dtype, orthogonal_stacks, stacks
+from slipstream.torch_late import is_dtensor
 from slipstream.torch_private import is_strided_shard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 
 class Batch(NamedTuple):
@@ -40,7 +43,7 @@ def local(tensor: Tensor) -> Tensor:
     # A gradient or a state is that already; a thousand aliases of them are milliseconds of a step.
     if type(tensor) is Tensor and not tensor.requires_grad:
         return tensor
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
 
 
 Ranks = tuple[int, ...]
@@ -60,7 +63,7 @@ class Exchanges:
         for parameter in params:
             cut = _cut(parameter)
             if cut is not None and cut.ranks not in self._groups:
-                assert isinstance(parameter, DTensor)
+                assert is_dtensor(parameter)
                 self._groups[cut.ranks] = self._make(cut.ranks, parameter)
 
     def _make(self, ranks: Ranks, parameter: DTensor) -> Group:
@@ -138,10 +141,10 @@ class Cut(NamedTuple):
 
 def _cut(parameter: Tensor) -> Cut | None:
     """None where the matrix is whole here (an expert tensor that is cut between experts has whole matrices)."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return None
     mesh, layouts = parameter.device_mesh, parameter.placements
-    axes = [axis for axis, layout in enumerate(layouts) if layout != Replicate()]
+    axes = [axis for axis, layout in enumerate(layouts) if not layout.is_replicate()]
     # FSDP2 divides what tensor parallelism has left on a rank; it says so where both divide one dimension.
     strided = [axis for axis in axes if is_strided_shard(layouts[axis])]
     order = [axis for axis in axes if axis not in strided] + strided
@@ -169,6 +172,8 @@ def _cut(parameter: Tensor) -> Cut | None:
 
 def _shard_dim(layout: Any) -> int:
     """The dimension that a mesh axis divides, -1 where it does something else."""
+    from torch.distributed.tensor import Shard
+
     return layout.dim if type(layout) is Shard or is_strided_shard(layout) else -1
 
 

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from slipstream.errors import UserError
 from slipstream.lists import copy_
 from slipstream.optim.muon import Muon
 from slipstream.pipeline.replica import Replica
+from slipstream.torch_late import is_dtensor
 from slipstream.torch_private import has_step_hooks
 
 BUCKET_ELEMENTS = 1 << 24
@@ -207,7 +207,7 @@ def not_compact(
             "the fresh part of a group reads the master's upper half, and with this cutover no group has both an old "
             "part and a fresh one. Set cutover between 1 and m - 1."
         )
-    if any(isinstance(p, DTensor) for p in master.parameters):
+    if any(is_dtensor(p) for p in master.parameters):
         return "its parameters are sharded (DTensor)."
     for replica in replicas:
         for parameter, own in zip(replica.parameters, master.parameters, strict=True):

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from slipstream.errors import StageError, UserError
 from slipstream.pipeline.depth import Depth
@@ -28,6 +27,7 @@ from slipstream.pipeline.trace import Trace
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import Versions
 from slipstream.schedule.actions import Kind
+from slipstream.torch_late import is_dtensor
 from slipstream.torch_private import tree_map
 
 Result = tuple[Tensor | None, Any]  # of a microbatch on the last stage: its loss and its output
@@ -179,7 +179,7 @@ def _as_message(output: Any) -> list[Tensor]:
     for item in outputs:
         if not isinstance(item, Tensor):
             raise UserError(f"A stage must return tensors for the next one, not {type(item).__name__}.")
-        if isinstance(item, DTensor):
+        if is_dtensor(item):
             raise UserError(
                 f"A stage returned a DTensor laid out as {item.placements}. Links carry plain tensors: let its last "
                 "layer give a local one (output_layouts=Replicate(), use_local_output=True)."

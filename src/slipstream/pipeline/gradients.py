@@ -16,13 +16,13 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from slipstream.kernels.dither import add_dithered
 from slipstream.lists import add_, copy_
 from slipstream.optim.sharded import local
 from slipstream.pipeline.peers import Gradients
 from slipstream.pipeline.replica import Replica
+from slipstream.torch_late import is_dtensor
 from slipstream.torch_private import updating
 
 AT_ONCE_BYTES = 16 << 20  # enough for one launch to be worth its while
@@ -70,7 +70,7 @@ class Accumulator:
         narrow = [i for i, (p, dtype) in pairs if p.dtype != dtype or self._dithered]
         hooked: list[int] = []
         if self._at_once:  # FSDP2 writes its gradients itself, and late
-            hooked = [i for i in narrow if not isinstance(replica.parameters[i], DTensor)]
+            hooked = [i for i in narrow if not is_dtensor(replica.parameters[i])]
         for i in hooked:
             replica.parameters[i].register_post_accumulate_grad_hook(partial(self._on_grad, i))
         self._narrow[id(replica)] = [i for i in narrow if i not in set(hooked)]
@@ -132,11 +132,7 @@ def _as_laid_out(grad: Tensor, parameter: Tensor) -> Tensor:
     norm's weight, say, when each rank saw some of the tokens."""
     if type(grad) is Tensor:  # as a rule, and there are hundreds in each microbatch
         return local(grad)
-    if (
-        isinstance(grad, DTensor)
-        and isinstance(parameter, DTensor)
-        and grad.placements != parameter.placements
-    ):
+    if is_dtensor(grad) and is_dtensor(parameter) and grad.placements != parameter.placements:
         grad = grad.redistribute(parameter.device_mesh, parameter.placements)
     part = local(grad)
     wait = getattr(part, "wait", None)  # of a tensor that is still on its way

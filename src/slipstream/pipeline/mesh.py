@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from slipstream.distributed import wires
 from slipstream.distributed.groups import Group, Groups, Wait
@@ -46,6 +45,9 @@ from slipstream.pipeline.placement import Grid, Placement, Ranks, grid_of, owned
 from slipstream.pipeline.ties import TieGroup
 from slipstream.pipeline.torch_stage import StageInfo
 from slipstream.pipeline.versions import Versions
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def peers_of(

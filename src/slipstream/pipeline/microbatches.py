@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from slipstream.errors import UserError
+from slipstream.torch_late import is_chunk_spec
 from slipstream.torch_private import is_replicate_spec, tree_flatten, tree_unflatten
 
 Microbatch = tuple[tuple, dict[str, Any], Any]  # positional arguments, keyword arguments, target
@@ -88,13 +88,13 @@ def _of_argument(
     if not told:
         cut = [isinstance(leaf, Tensor) and leaf.ndim > 0 for leaf in leaves]
         return [(name, 0 if yes else None, sure) for yes in cut]
-    if spec is None or isinstance(spec, TensorChunkSpec) or is_replicate_spec(spec):
+    if spec is None or is_chunk_spec(spec) or is_replicate_spec(spec):
         specs = [spec] * len(leaves)
     else:
         specs = tree_flatten(spec)[0]
     if len(specs) != len(leaves):
         raise UserError(f"The chunk spec of {name} has {len(specs)} leaves, the argument {len(leaves)}.")
-    dims = [one.split_dim if isinstance(one, TensorChunkSpec) else None for one in specs]
+    dims = [one.split_dim if is_chunk_spec(one) else None for one in specs]
     for leaf, dim in zip(leaves, dims, strict=True):
         if dim is not None and not (isinstance(leaf, Tensor) and -leaf.ndim <= dim < leaf.ndim):
             seen = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__

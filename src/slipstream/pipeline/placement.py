@@ -18,15 +18,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from slipstream.errors import UserError
 from slipstream.optim.sharded import least_loaded
+from slipstream.torch_late import is_dtensor
 from slipstream.torch_private import fsdp_meshes, is_strided_shard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 Ranks = tuple[int, ...]
 # A name begins with one of them.
@@ -86,7 +90,7 @@ def grid_of(
 ) -> Grid:
     """From a mesh, whose dimensions tell their use by name; else from the data group and the parameters' own meshes."""
     for name, parameter in parameters.items():
-        if isinstance(parameter, DTensor):
+        if is_dtensor(parameter):
             for axis in parameter.device_mesh.mesh_dim_names or ():
                 _refuse_unknown(axis, f"'{name}'")
     if mesh is not None:
@@ -100,7 +104,7 @@ def grid_of(
     spanning = [] if data_group is None else [data_group]
     tensor: set[int] = {rank}
     for parameter in parameters.values():
-        if isinstance(parameter, DTensor):
+        if is_dtensor(parameter):
             own = parameter.device_mesh
             axes = [axis for axis in range(own.ndim) if not set(along(own, [axis])) <= set(data)]
             found = set(along(own, axes))
@@ -153,7 +157,7 @@ def place(modules: Sequence[nn.Module], parameters: Mapping[str, Tensor], grid: 
     meshes = {key: mesh for module in modules for key, mesh in fsdp_meshes(module).items()}
     return [
         _cut_row(name, parameter, meshes.get(id(parameter)), grid)
-        if isinstance(parameter, DTensor)
+        if is_dtensor(parameter)
         else _whole_row(name, grid)
         for name, parameter in parameters.items()
     ]
@@ -188,6 +192,8 @@ def _whole_row(name: str, grid: Grid) -> Placement:
 
 
 def _cut_row(name: str, parameter: DTensor, fsdp: DeviceMesh | None, grid: Grid) -> Placement:
+    from torch.distributed.tensor import Replicate, Shard
+
     mesh, placements = parameter.device_mesh, parameter.placements
     layout = f"{tuple(placements)} on {mesh.mesh_dim_names or tuple(mesh.mesh.shape)}"
     for placement in placements:
@@ -218,11 +224,11 @@ def _cut_row(name: str, parameter: DTensor, fsdp: DeviceMesh | None, grid: Grid)
             f"{list(grid.tensor)} hold it. Lay matrices out over all of them."
         )
     rest = _rest(name, layout, averaged, grid)
-    copies = [ranks for ranks, how in zip(axes, placements, strict=True) if how == Replicate()]
+    copies = [ranks for ranks, how in zip(axes, placements, strict=True) if how.is_replicate()]
     first = all(rank == ranks[0] for ranks in copies) and (not rest or rank == rest[0])
     if not known:
         first = first and grid.first_of_tensor
-    cut = any(how != Replicate() and len(ranks) > 1 for ranks, how in zip(axes, placements, strict=True))
+    cut = any(not how.is_replicate() and len(ranks) > 1 for ranks, how in zip(axes, placements, strict=True))
     return Placement(name, rest, (rest,), first, layout, cut)
 
 

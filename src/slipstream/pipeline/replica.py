@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from slipstream.errors import UserError
 from slipstream.optim.sharded import local
+from slipstream.torch_late import is_dtensor, is_fsdp
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 Prepare = Callable[[nn.Module], nn.Module | None]
 Part = tuple[int, bool]  # of a group: its number, whether it is the fresh part (z_g) or the old one (a bank)
@@ -25,9 +28,9 @@ Part = tuple[int, bool]  # of a group: its number, whether it is the fresh part 
 
 def sharded_as(parameter: Tensor, part: Tensor) -> Tensor:
     """This rank's part of a tensor that is cut as `parameter` is; `part` itself where that is not cut."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return part
-    return DTensor.from_local(
+    return type(parameter).from_local(
         part, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
     )
 
@@ -101,7 +104,7 @@ def check_replicas(
 
 def _laid_out(tensor: Tensor) -> tuple[object, ...]:
     shape = tuple(tensor.shape)
-    return (shape, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (shape,)
+    return (shape, tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else (shape,)
 
 
 @torch.no_grad()
@@ -129,7 +132,7 @@ def make_replica(module: nn.Module, bank_dtype: torch.dtype | None, prepare: Pre
     call = module if prepared is None else prepared
     parameters = [p for p in module.parameters() if p.requires_grad]
     # The root need not be one that `fully_shard` was applied to.
-    shards: list[FSDPModule] = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    shards: list[FSDPModule] = [part for part in module.modules() if is_fsdp(part)]
     return Replica(module, call, parameters, [local(p) for p in parameters], shards)
 
 

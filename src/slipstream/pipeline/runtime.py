@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from slipstream.distributed.groups import shares_gpus
@@ -54,6 +53,9 @@ from slipstream.pipeline.versions import Versions
 from slipstream.schedule.actions import Kind
 from slipstream.schedule.cutover import Cutover, GivenCutover, default_cutover
 from slipstream.schedule.timeline import Span
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from slipstream.errors import CheckpointError, UserError
 from slipstream.lists import copy_
@@ -25,6 +24,7 @@ from slipstream.pipeline.compact import Halves, whole
 from slipstream.pipeline.replica import Part, sharded_as
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import THE_MASTER, Versions
+from slipstream.torch_late import is_dtensor
 
 FORMAT = 2  # 1: banks went by the number of the group that reads them
 State = dict[str, Any]
@@ -206,13 +206,15 @@ def _fit(versions: Versions, tensors: Mapping[str, Tensor], index: int) -> Tenso
 
 def _placed(saved: Any, parameter: Tensor) -> Any:
     """A saved tensor in the layout of `parameter`, where it is one of that parameter's elements."""
-    if isinstance(saved, DTensor):
-        if isinstance(parameter, DTensor) and saved.device_mesh == parameter.device_mesh:
+    if is_dtensor(saved):
+        if is_dtensor(parameter) and saved.device_mesh == parameter.device_mesh:
             return saved.redistribute(placements=parameter.placements)
         saved = saved.full_tensor()
-    if not isinstance(saved, Tensor) or not isinstance(parameter, DTensor):
+    if not isinstance(saved, Tensor) or not is_dtensor(parameter):
         return saved
     if saved.shape == parameter.shape:
+        from torch.distributed.tensor import distribute_tensor
+
         mesh, placements = parameter.device_mesh, parameter.placements
         return distribute_tensor(saved.to(parameter.device), mesh, placements, src_data_rank=None)
     if saved.shape == local(parameter).shape:

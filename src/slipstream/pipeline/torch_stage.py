@@ -74,7 +74,10 @@ class _TracedRoute(Route):
 
 
 def read_stage(stage: Any) -> StageInfo:
-    """Check and unpack a `PipelineStage`."""
+    """Check and unpack a `PipelineStage`. The trainer says itself what the engine needs of one: torch's takes a second
+    to import."""
+    if isinstance(stage, StageInfo):
+        return stage
     if not is_pipeline_stage(stage):
         raise UserError(
             f"Schedule2BW takes a torch.distributed.pipelining.PipelineStage, not {type(stage).__name__}. "

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from slipstream.lists import copy_
 from slipstream.pipeline.checks import refuse_changed_buffers
@@ -36,6 +35,7 @@ from slipstream.pipeline.replica import (
 )
 from slipstream.schedule.cutover import Cutover
 from slipstream.schedule.staleness import Read, reads
+from slipstream.torch_late import is_dtensor
 
 THE_MASTER: Part = (-1, True)  # reads the replica that is its upper half
 
@@ -96,7 +96,7 @@ class Versions:
         self.buffers = [name for name, _ in master.named_buffers() if name not in not_saved]
         self._unchecked = [name for name in self.buffers if name not in caches(master)]
         # FSDP2 keeps views of its shards' memory; those are small.
-        cut = any(isinstance(p, DTensor) for p in self.master.parameters)
+        cut = any(is_dtensor(p) for p in self.master.parameters)
         alone = all(replica.owns_memory for replica in self.replicas)
         self.parks = parks and len(self.replicas) > delay + 1 and not cut and alone
         self.targets(0)

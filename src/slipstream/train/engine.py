@@ -20,11 +20,12 @@ from slipstream.errors import UserError
 from slipstream.models.sizes import ModelConfig
 from slipstream.pipeline.emulator import Emulator
 from slipstream.pipeline.graphs import CudaGraphs
+from slipstream.torch_private import spare_compiler
 from slipstream.train import build
 from slipstream.train.batches import Batch
 from slipstream.train.own_model import OwnModel
 
-if TYPE_CHECKING:  # torch's pipelines load its compiler, which takes seconds: only where there is a pipeline
+if TYPE_CHECKING:  # torch's pipelines load its compiler, which takes seconds
     from slipstream.pipeline.runtime import Schedule2BW
     from slipstream.train.synchronous import Synchronous
 
@@ -33,6 +34,8 @@ RunEngine: TypeAlias = "Emulator | Schedule2BW | Synchronous"
 
 def engine_of(config: Config, model: build.Model, world: World | None, device: torch.device) -> RunEngine:
     """One rank of a run."""
+    if not config.train.compile:
+        spare_compiler()
     if world is None:
         return _emulated(config, model, device)
     if config.synchronous:
@@ -89,9 +92,8 @@ def _emulated(config: Config, model: build.Model, device: torch.device) -> Emula
 
 def _pipelined(config: Config, model: build.Model, world: World, device: torch.device) -> Schedule2BW:
     """One stage on one rank of a pipeline x data mesh."""
-    from torch.distributed.pipelining import PipelineStage
-
     from slipstream.pipeline.runtime import Schedule2BW
+    from slipstream.pipeline.torch_stage import Route, StageInfo
 
     pipeline = config.pipeline
     assert pipeline.stages is not None
@@ -99,7 +101,7 @@ def _pipelined(config: Config, model: build.Model, world: World, device: torch.d
     (module,) = build.stage_modules(config, model, pipeline.stages, [index], device)
     group, data_group = mesh_groups(world, pipeline.stages)
     return Schedule2BW(
-        PipelineStage(module, index, pipeline.stages, device, group=group),
+        StageInfo(module, index, pipeline.stages, device, group, Route()),
         **_options(config),
         in_flight=pipeline.in_flight,
         tied=tied_names(model, module),
