@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from slipstream import Schedule2BW
 from slipstream.models.loss import TokenLoss, with_group_count
-from slipstream.models.sizes import ModelConfig, preset
+from slipstream.models.sizes import PRESETS, ModelConfig, preset
 from slipstream.models.stages import build_stage
 from slipstream.optim import build
 
@@ -81,6 +81,8 @@ def main() -> None:
     parser.add_argument("--models", default="smollm2-360m,smollm2-1.7b")
     parser.add_argument("--turns", type=int, default=6)
     given = parser.parse_args()
+    if unknown := set(given.models.split(",")) - set(PRESETS):
+        parser.error(f"--models: {', '.join(sorted(unknown))} is none of {', '.join(PRESETS)}")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with given.out.open("a") as file:
         for model in given.models.split(","):

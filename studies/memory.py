@@ -270,6 +270,10 @@ def main() -> None:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     chosen = [setting for setting in SETTINGS if any(part in setting.name for part in given.only.split(","))]
+    if not chosen:
+        parser.error(
+            f"no setting has any of '{given.only}' in its name; they are {', '.join(s.name for s in SETTINGS)}"
+        )
     served = nullcontext() if "CUDA_MPS_PIPE_DIRECTORY" in os.environ else partitioned(1)
     with served as service:  # processes of one GPU at work at the same time
         os.environ.update(service.environment if service else {})

@@ -160,6 +160,8 @@ def main() -> None:
     parser.add_argument("--turn", choices=CONTENDERS, help="as a rank, of this contender")
     given = parser.parse_args()
     given.microbatches = given.microbatches or 2 * given.stages
+    if unknown := set(given.only.split(",")) - set(CONTENDERS):
+        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(CONTENDERS)}")
     if given.turn:
         rank(given)
         return
