@@ -27,8 +27,11 @@ from slipstream.optim import build
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
-MICROBATCHES, ROWS, SEQUENCE = (8, 8, 1024) if ON_GPU else (4, 1, 4)
-UPDATES = 6  # of a turn
+MICROBATCHES, SEQUENCE = (8, 1024) if ON_GPU else (4, 4)
+ROWS = (
+    {"smollm2-360m": 24, "smollm2-1.7b": 8} if ON_GPU else {}
+)  # so many that the GPU is never waiting for the host
+UPDATES = 3  # of a turn
 
 
 def shape(model: str) -> ModelConfig:
@@ -60,7 +63,7 @@ def turn(schedule: Schedule2BW, inputs: torch.Tensor, targets: torch.Tensor) -> 
 
 def measure(model: str, turns: int) -> dict:
     config = shape(model)
-    tokens = torch.randint(config.vocab, (MICROBATCHES * ROWS, SEQUENCE + 1), device=DEVICE)
+    tokens = torch.randint(config.vocab, (MICROBATCHES * ROWS.get(model, 1), SEQUENCE + 1), device=DEVICE)
     batch = tokens[:, :-1].contiguous(), with_group_count(tokens[:, 1:].contiguous())
     took: dict[str, list[float]] = {"halves": [], "plain": []}
     with schedule_of(config, True) as halves, schedule_of(config, False) as plain:

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.kernels import dither
+from slipstream.kernels import dither, halves
 from slipstream.kernels.compiler import INTERPRETED, runs_on
 from slipstream.kernels.dither import add_dithered
-from slipstream.kernels.divide import divided
+from slipstream.kernels.normalise import normalised
+from slipstream.kernels.product import product
 from slipstream.kernels.symmetric import in_tiles, symmetric_product
 from slipstream.lists import add_, extrapolate, lerp_and_add
 from slipstream.optim import newton_schulz
@@ -60,18 +61,33 @@ def test_a_symmetric_product(shape, tall):
         assert torch.equal(combined, combined.mT)
 
 
-def test_a_stack_is_divided_matrix_by_matrix():
-    stack, divisors = some((3, 50, 90)), torch.tensor([2.0, 0.0, 4.0], device=DEVICE)
-    expected = stack / torch.tensor([2.0, 0.5, 4.0], device=DEVICE).view(3, 1, 1)
-    out = torch.empty_like(stack, dtype=torch.float16)
-    torch.testing.assert_close(divided(stack, divisors, 0.5, out), expected.half(), atol=0, rtol=1e-3)
+@pytest.mark.parametrize("shape", [(2, 600, 640), (3, 640, 1032)] if runs_on(DEVICE) else [(2, 40, 64)])
+def test_a_product(shape):
+    a, b = some(shape, torch.float16), some((shape[0], shape[2], 520), torch.float16, seed=1) * 0.1
+    found = product(a, b, torch.empty(shape[0], shape[1], 520, dtype=torch.float16, device=DEVICE))
+    torch.testing.assert_close(found.double(), a.double() @ b.double(), rtol=2e-3, atol=5e-3)
 
 
-def test_a_stack_is_divided_in_its_own_memory():
-    stack, divisors = some((3, 50, 90)).bfloat16(), torch.tensor([2.0, 3.0, 4.0], device=DEVICE)
-    expected = stack.float() / divisors.view(3, 1, 1)
-    found = divided(stack, divisors, 0.5, stack.view(torch.float16))
-    torch.testing.assert_close(found, expected.half(), atol=0, rtol=1e-3)
+@pytest.mark.parametrize(
+    "shape", [(640, 1280), (1280, 640), (576, 576)] if DEVICE.type == "cuda" else [(24, 40)]
+)
+def test_a_matrix_comes_out_the_same_in_every_stack(shape):
+    stack = some((12, *shape), torch.bfloat16 if DEVICE.type == "cuda" else torch.float32)
+    together = orthogonalise(stack.clone())
+    for size in (1, 3, 5):
+        apart = torch.cat([orthogonalise(part.clone()) for part in stack.split(size)])
+        assert torch.equal(apart, together)
+
+
+@pytest.mark.parametrize("shape", [(3, 50, 90), (3, 130, 300)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_stack_is_divided_by_its_norms(shape, in_place):
+    stack = some(shape, torch.bfloat16)
+    stack[1] = 0
+    norms = torch.linalg.vector_norm(stack.double(), dim=(1, 2)).clamp(min=0.5).view(3, 1, 1)
+    expected = (stack.double() / norms).half()
+    out = stack.view(torch.float16) if in_place else torch.empty_like(stack, dtype=torch.float16)
+    torch.testing.assert_close(normalised(stack, 0.5, out), expected, atol=1e-6, rtol=1e-3)
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 1000), (0, 4)])
@@ -82,6 +98,28 @@ def test_a_dithered_sum_has_the_same_bits_in_one_pass(shape, monkeypatch):
     monkeypatch.setattr(dither, "runs_on", lambda device: False)
     add_dithered(apart, term, -12345)
     assert torch.equal(total, apart)
+
+
+def test_halves_have_the_same_bits_in_one_launch(monkeypatch):
+    ends = torch.tensor(
+        [0x7FFFFFFF, -1, 0x7FC00000, 0x7FFF8000, -0x8000, 0x7F800000, 0x7F7FFFFF, 0, -(2**31)]
+    )
+    random = torch.Generator().manual_seed(0)
+    bits = [torch.randint(-(2**31), 2**31, shape, generator=random) for shape in (*SIZES, (0, 4))]
+    wholes = [found.to(torch.int32).view(torch.float32).to(DEVICE) for found in (ends, *bits)]
+
+    def taken_apart_and_back():
+        highs, rounded = ([torch.empty_like(w, dtype=torch.bfloat16) for w in wholes] for _ in range(2))
+        lows, back = [torch.empty_like(w, dtype=torch.int16) for w in wholes], [w.clone() for w in wholes]
+        halves.split(wholes, highs, lows)
+        halves.round_into(rounded, wholes)
+        halves.join(highs, lows, back)
+        return [tensor.view(torch.uint8) for tensor in (*highs, *rounded, *lows, *back)]
+
+    found = taken_apart_and_back()
+    monkeypatch.setattr(halves, "runs_on", lambda device: False)
+    for one, other in zip(found, taken_apart_and_back(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_lists_of_two_dtypes_are_added():

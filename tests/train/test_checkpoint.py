@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from slipstream.errors import CheckpointError
-from slipstream.pipeline.compact import Halves, split
+from slipstream.kernels.halves import split
+from slipstream.pipeline.compact import Halves
 from slipstream.train import checkpoint
 from slipstream.train.checkpoint import _sealed
 from slipstream.train.health import fingerprint

@@ -33,14 +33,87 @@ def combine_lists(
 
 
 @triton.jit
-def divide_rows(x, out, divisors, least, size, BLOCK: tl.constexpr):
-    """out[n, :] = x[n, :] / max(divisors[n], least); one block of one row."""
+def split_lists(
+    addresses, blocks, count,
+    both: tl.constexpr, aligned: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """One block of one float32 tensor into its upper half and, with `both`, its lower one (`halves.py`)."""
+    entry = blocks + 3 * tl.program_id(0)
+    tensor, number, size = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    whole = tl.load(addresses + tensor).to(tl.pointer_type(tl.int32))
+    high = tl.load(addresses + count + tensor).to(tl.pointer_type(tl.int16))
+    if aligned:
+        whole, high, size = tl.multiple_of(whole, 16), tl.multiple_of(high, 16), tl.multiple_of(size, 16)
+    for piece in tl.static_range(0, BLOCK, PIECE):
+        here = number * BLOCK + piece + tl.arange(0, PIECE)
+        inside = here < size
+        bits = tl.load(whole + here, mask=inside, other=0)
+        no_number = (bits & 0x7FFFFFFF) > 0x7F800000
+        tl.store(high + here, tl.where(no_number, 0x7FC0, (bits + 0x8000) >> 16).to(tl.int16), mask=inside)
+        if both:
+            low = tl.load(addresses + 2 * count + tensor).to(tl.pointer_type(tl.int16))
+            if aligned:
+                low = tl.multiple_of(low, 16)
+            tl.store(low + here, bits.to(tl.int16), mask=inside)
+
+
+@triton.jit
+def join_lists(
+    addresses, blocks, count, aligned: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr
+):  # fmt: skip
+    """One block of one float32 tensor from its halves."""
+    entry = blocks + 3 * tl.program_id(0)
+    tensor, number, size = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    whole = tl.load(addresses + tensor).to(tl.pointer_type(tl.int32))
+    high = tl.load(addresses + count + tensor).to(tl.pointer_type(tl.int16))
+    low = tl.load(addresses + 2 * count + tensor).to(tl.pointer_type(tl.int16))
+    if aligned:
+        whole, high, low = tl.multiple_of(whole, 16), tl.multiple_of(high, 16), tl.multiple_of(low, 16)
+        size = tl.multiple_of(size, 16)
+    for piece in tl.static_range(0, BLOCK, PIECE):
+        here = number * BLOCK + piece + tl.arange(0, PIECE)
+        inside = here < size
+        upper = tl.load(high + here, mask=inside, other=0).to(tl.int32)
+        lower = tl.load(low + here, mask=inside, other=0).to(tl.int32)
+        tl.store(whole + here, (upper << 16) + lower, mask=inside)
+
+
+@triton.jit
+def square_sums(x, sums, size, parts, BLOCK: tl.constexpr, PIECE: tl.constexpr):
+    """sums[n, i] = the sum of squares of block i of x[n, :]."""
+    row, number = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    total = tl.zeros((PIECE,), dtype=tl.float32)
+    for piece in tl.static_range(0, BLOCK, PIECE):
+        here = number * BLOCK + piece + tl.arange(0, PIECE)
+        value = tl.load(x + row * size + here, mask=here < size, other=0.0).to(tl.float32)
+        total += value * value
+    tl.store(sums + row * parts + number, tl.sum(total))
+
+
+@triton.jit
+def divide_by_norm(x, out, sums, least, size, parts, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """out[n, :] = x[n, :] / max(the root of all sums[n, :], least); one block of one row."""
     row = tl.program_id(1).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    squares = tl.load(sums + row * parts + part, mask=part < parts, other=0.0)
+    divisor = tl.maximum(tl.sqrt(tl.sum(squares)), least)
     here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = here < size
-    divisor = tl.maximum(tl.load(divisors + row), least)
     value = tl.load(x + row * size + here, mask=inside, other=0.0).to(tl.float32) / divisor
     tl.store(out + row * size + here, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def product_tile(
+    a, b, out, m, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr
+):  # fmt: skip
+    """One tile of one matrix. `out` is described as [N, m, c], the others as rows of all N matrices (so a tile that
+    sticks out of its matrix reads rows of the next one, but writes nothing that comes of them)."""
+    row, column, batch = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS, tl.program_id(2)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for done in range(0, k, STEP):
+        total = tl.dot(a.load([batch * m + row, done]), b.load([batch * k + done, column]), total)
+    out.store([batch, row, column], total.to(out.dtype).reshape(1, ROWS, COLUMNS))
 
 
 @triton.jit

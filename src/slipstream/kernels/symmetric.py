@@ -32,7 +32,7 @@ class Tiling(NamedTuple):
 
 TILING = Tiling(128, 64, 3, 4)
 _PROGRAMS = 2  # that share a multiprocessor: what they keep there leaves no room for a third
-_SMALL = 512  # up to here whole products by the vendor's library are as fast
+SMALL = 512  # up to here whole products by the vendor's library are as fast
 
 
 def symmetric_product(
@@ -60,7 +60,7 @@ def symmetric_product(
 def in_tiles(dtype: torch.dtype, m: int, k: int, tall: bool) -> bool:
     """Whether the kernel takes it: rows begin on 16 bytes, and a step of a tall product ends with its matrix."""
     half = dtype in (torch.bfloat16, torch.float16)
-    return half and m > _SMALL and m % 8 == 0 and k % (TILING.step if tall else 8) == 0
+    return half and m > SMALL and m % 8 == 0 and k % (TILING.step if tall else 8) == 0
 
 
 def tiles(m: int) -> int:

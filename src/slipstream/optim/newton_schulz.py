@@ -10,7 +10,8 @@ are). Shapes: N matrices, R rows, C columns.
 Invariant: what comes out for one matrix does not depend on which others share its stack. Only batched
 products and per-matrix norms are used, which on one CPU thread give the same bits at every N. So a stage
 split, which changes what is stacked with what, changes no bit. (A plain `mm` rounds differently on small
-matrices.)
+matrices.) On a GPU it holds for matrices whose products are ours (`kernels/product.py`, `symmetric.py`: sides of more
+than 512, multiples of 64); for others the vendor's library picks a kernel by N, and a split may change last bits.
 
 On a GPU with Triton the same polynomial is evaluated with fewer and cheaper products. The iteration multiplies X from
 the left by polynomials in its own Gram matrix. They all commute, so the Gram matrix can be iterated alone and X
@@ -39,7 +40,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.compiler import MOST_MATRICES, launching_on, runs_on
-from slipstream.kernels.divide import divided
+from slipstream.kernels.normalise import normalised
+from slipstream.kernels.product import product
 from slipstream.kernels.symmetric import programs_at_once, symmetric_product, tiles
 from slipstream.lists import norms
 
@@ -85,9 +87,8 @@ def _orthogonalise_in_place(stack: Tensor, steps: int) -> Tensor:
     halves = stack.view(torch.float16)
     size = part_size(*stack.shape, programs=programs_at_once(stack.device))
     for part, place in zip(stack.split(size), halves.split(size), strict=True):
-        sizes = torch.linalg.vector_norm(part, dim=(1, 2), dtype=torch.float32)
         with launching_on(stack.device):
-            found = orthogonalise_by_gram(divided(part, sizes, EPS, place), steps, COEFFICIENTS)
+            found = orthogonalise_by_gram(normalised(part, EPS, place), steps, COEFFICIENTS)
         if found is not place:  # after an odd number of products
             place.copy_(found)
     return halves
@@ -123,7 +124,7 @@ def orthogonalise_by_gram(x: Tensor, steps: int, coefficients: tuple[float, floa
     y = torch.empty_like(x)
     for done in range(0, steps, TOGETHER):
         polynomial = _polynomial(x, not wide, min(TOGETHER, steps - done), coefficients, spare)
-        torch.bmm(*((polynomial, x) if wide else (x, polynomial)), out=y)
+        product(*((polynomial, x) if wide else (x, polynomial)), out=y)
         x, y = y, x
     return x
 

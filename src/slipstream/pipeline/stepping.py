@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from slipstream.distributed.groups import Wait
+from slipstream.kernels.halves import round_into
 from slipstream.lists import copy_, mul_
 from slipstream.optim.corrections import Correction, Publication
-from slipstream.pipeline.compact import round_into
 from slipstream.pipeline.peers import Gradients
 from slipstream.pipeline.replica import sharded_as
 from slipstream.pipeline.versions import Target, Versions

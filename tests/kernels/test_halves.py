@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slipstream.pipeline.compact import join, round_into, split
+from slipstream.kernels.halves import join, round_into, split
 
 
 def halves(bits):
