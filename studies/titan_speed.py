@@ -4,8 +4,8 @@
 
 On a GPU the stages have a partition of it each (CUDA MPS, over an NCCL that lets ranks share one: docs/engine.md);
 without one they are processes on cores, and a tiny model. Every turn builds a trainer and trains it for some steps; the
-first are not counted. Writes OUT/turns.jsonl, a line a turn, and prints medians. The head is small, so that stages are
-equal and what is compared is the schedules. Needs torch 2.14 (docs/torchtitan.md).
+first and the last are not counted. Writes OUT/turns.jsonl, a line a turn, and prints medians. The head is small, so
+that stages are equal and what is compared is the schedules. Needs torch 2.14 (docs/torchtitan.md).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONTENDERS = {  # torchtitan's name of a schedule, and chunks on each rank
     "ZBV": ("ZBVZeroBubble", 2),
     "2bw": ("1F1B", 1),
 }
-WARM, COUNTED = 4, 16
+WARM, COUNTED, AFTER = 4, 20, 2
 SECONDS = 240.0  # of one turn
 
 
@@ -53,7 +53,7 @@ def turn(name: str, given: argparse.Namespace) -> dict[str, Any]:
 
     from slipstream.torchtitan import with_2bw
 
-    on_gpu, microbatches = torch.cuda.is_available(), given.microbatches
+    on_gpu, microbatches, cutover = torch.cuda.is_available(), given.microbatches, given.cutover
     sizes = shape(on_gpu) | json.loads(given.shape)
     on_cpu.LENGTH = sizes["length"]
     config = on_cpu.debug_config(given.out / "work")
@@ -73,7 +73,7 @@ def turn(name: str, given: argparse.Namespace) -> dict[str, Any]:
     schedule, chunks = CONTENDERS[name]
     rows = microbatches * sizes["rows"]
     given = {
-        "training.steps": WARM + COUNTED,
+        "training.steps": WARM + COUNTED + AFTER,
         "training.seq_len": sizes["length"],
         "training.local_batch_size": rows,
         "training.global_batch_size": rows,
@@ -87,14 +87,15 @@ def turn(name: str, given: argparse.Namespace) -> dict[str, Any]:
     }
     if name == "2bw":
         config = with_2bw(config)
+        config.slipstream.cutover = cutover
     on_cpu.change(config, given)
     trainer = config.build()
     marks: list[float] = []
     step = trainer.train_step
 
     def timed(*args: Any, **kwargs: Any) -> Any:
-        if len(marks) in (WARM, 0) and on_gpu:
-            torch.cuda.synchronize()
+        if len(marks) in (WARM, WARM + COUNTED) and on_gpu:
+            torch.cuda.synchronize()  # 2BW is in the middle of a step at both
         marks.append(time.perf_counter())
         return step(*args, **kwargs)
 
@@ -102,9 +103,7 @@ def turn(name: str, given: argparse.Namespace) -> dict[str, Any]:
     try:
         with mock.patch("torchtitan.trainer.time.sleep"):  # rank 0 would wait two seconds at the end
             trainer.train()
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds = (time.perf_counter() - marks[WARM]) / COUNTED
+        seconds = (marks[WARM + COUNTED] - marks[WARM]) / COUNTED
     finally:
         trainer.close()
     torch.distributed.destroy_process_group()
@@ -138,6 +137,7 @@ def start(name: str, given: argparse.Namespace, surroundings: dict[str, str]) ->
     ]
     command = [*launcher, __file__, str(given.out), "--turn", name, "--microbatches", str(given.microbatches)]
     command += ["--stages", str(given.stages), "--shape", given.shape, *["--compile"] * given.compile]
+    command += [] if given.cutover is None else ["--cutover", str(given.cutover)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     environment = {**os.environ, **surroundings, "TITAN_DEVICE": device, "OMP_NUM_THREADS": "1"}
     with (given.out / f"{name}.log").open("a") as log:
@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--stages", type=int, default=STAGES)
     parser.add_argument("--microbatches", type=int, help="of a step; else two for each stage")
+    parser.add_argument("--cutover", type=int, help="of 2BW; else its default")
     parser.add_argument("--shape", default="{}", help='changes of it, as JSON: {"layers": 8}')
     parser.add_argument("--compile", action="store_true", help="every layer, as torchtitan does")
     parser.add_argument("--rounds", type=int, default=3)
