@@ -13,9 +13,10 @@ from torch import Tensor
 
 from slipstream import torch_private
 from slipstream.kernels.combine import can_combine, combine
+from slipstream.kernels.halves import round_high
 from slipstream.torch_private import copy_, mul_, norms
 
-__all__ = ["add_", "copy_", "extrapolate", "lerp_", "lerp_and_add", "mul_", "norms"]
+__all__ = ["add_", "copy_", "extrapolate", "lerp_", "lerp_and_add", "mul_", "norms", "round_into"]
 
 Tensors = Sequence[Tensor]
 
@@ -63,6 +64,21 @@ def extrapolate(outs: Tensors, starts: Tensors, ends: Tensors, weight: float) ->
         (out, start) for out, start in zip(outs, starts, strict=True) if out.data_ptr() != start.data_ptr()
     ]
     copy_([out for out, _ in apart], [start for _, start in apart])
+
+
+@torch.no_grad()
+def round_into(outs: Tensors, wholes: Tensors) -> None:
+    """outs ← wholes, dtypes as they come; float32 to bfloat16 as the upper half of a master in halves is rounded."""
+    pairs = list(zip(outs, wholes, strict=True))
+    narrowed = [(out, whole) for out, whole in pairs if _narrows(out, whole)]
+    # A saved tensor is on the host.
+    round_high([whole.to(out.device) for out, whole in narrowed], [out for out, _ in narrowed])
+    others = [(out, whole) for out, whole in pairs if not _narrows(out, whole)]
+    copy_([out for out, _ in others], [whole for _, whole in others])
+
+
+def _narrows(out: Tensor, whole: Tensor) -> bool:
+    return (whole.dtype, out.dtype) == (torch.float32, torch.bfloat16)
 
 
 def _differ(ones: Tensors, others: Tensors) -> bool:

@@ -8,7 +8,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slipstream.kernels.halves import join, round_into, split
+from slipstream.kernels.halves import join, split
+from slipstream.lists import round_into
 
 
 def halves(bits):

@@ -19,7 +19,7 @@ from slipstream.kernels.dither import add_dithered
 from slipstream.kernels.normalise import normalised
 from slipstream.kernels.product import product
 from slipstream.kernels.symmetric import in_tiles, symmetric_product
-from slipstream.lists import add_, extrapolate, lerp_and_add
+from slipstream.lists import add_, extrapolate, lerp_and_add, round_into
 from slipstream.optim import newton_schulz
 from slipstream.optim.newton_schulz import orthogonalise
 
@@ -112,7 +112,7 @@ def test_halves_have_the_same_bits_in_one_launch(monkeypatch):
         highs, rounded = ([torch.empty_like(w, dtype=torch.bfloat16) for w in wholes] for _ in range(2))
         lows, back = [torch.empty_like(w, dtype=torch.int16) for w in wholes], [w.clone() for w in wholes]
         halves.split(wholes, highs, lows)
-        halves.round_into(rounded, wholes)
+        round_into(rounded, wholes)
         halves.join(highs, lows, back)
         return [tensor.view(torch.uint8) for tensor in (*highs, *rounded, *lows, *back)]
 

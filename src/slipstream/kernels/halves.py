@@ -15,21 +15,20 @@ from torch import Tensor
 
 from slipstream.kernels.compiler import launching_on, runs_on
 from slipstream.kernels.tables import BLOCK, PIECE, Tensors, tables
-from slipstream.torch_private import copy_
 
 _HALF = 1 << 15
 
 
 @torch.no_grad()
-def round_into(outs: Tensors, wholes: Tensors) -> None:
-    """outs ← wholes, dtypes as they come; float32 to bfloat16 as `high` is rounded."""
-    pairs = list(zip(outs, wholes, strict=True))
-    plain = [pair for pair in pairs if not _narrows(*pair)]
-    copy_([out for out, _ in plain], [whole for _, whole in plain])
-    narrowed = [pair for pair in pairs if _narrows(*pair)]
-    # A saved tensor is on the host.
-    here = [(out, whole if whole.device == out.device else whole.to(out.device)) for out, whole in narrowed]
-    _round([whole for _, whole in here], [out for out, _ in here])
+def round_high(wholes: Tensors, highs: Tensors) -> None:
+    """Write the upper half of each."""
+    if _in_one_launch(wholes, highs):
+        _launch_split(wholes, highs, ())
+        return
+    for whole, high in zip(wholes, highs, strict=True):
+        high.view(torch.int16).copy_(whole.view(torch.int32).add(_HALF).bitwise_right_shift_(16))
+        # CUDA's own, 0x7fffffff, would be rounded up to a zero.
+        high.masked_fill_(whole.isnan(), torch.nan)
 
 
 @torch.no_grad()
@@ -38,7 +37,7 @@ def split(wholes: Tensors, highs: Tensors, lows: Tensors) -> None:
     if _in_one_launch(wholes, highs, lows):
         _launch_split(wholes, highs, lows)
         return
-    _round(wholes, highs)
+    round_high(wholes, highs)
     for whole, low in zip(wholes, lows, strict=True):
         low.copy_(whole.view(torch.int32))  # the lower 16 bits
 
@@ -52,20 +51,6 @@ def join(highs: Tensors, lows: Tensors, wholes: Tensors) -> None:
     for high, low, whole in zip(highs, lows, wholes, strict=True):
         bits = whole.view(torch.int32)
         bits.copy_(high.view(torch.int16)).bitwise_left_shift_(16).add_(low)
-
-
-def _round(wholes: Tensors, highs: Tensors) -> None:
-    if _in_one_launch(wholes, highs):
-        _launch_split(wholes, highs, ())
-        return
-    for whole, high in zip(wholes, highs, strict=True):
-        high.view(torch.int16).copy_(whole.view(torch.int32).add(_HALF).bitwise_right_shift_(16))
-        # CUDA's own, 0x7fffffff, would be rounded up to a zero.
-        high.masked_fill_(whole.isnan(), torch.nan)
-
-
-def _narrows(out: Tensor, whole: Tensor) -> bool:
-    return (whole.dtype, out.dtype) == (torch.float32, torch.bfloat16)
 
 
 def _in_one_launch(wholes: Tensors, *halves: Tensors) -> bool:

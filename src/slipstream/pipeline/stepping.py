@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from slipstream.distributed.groups import Wait
-from slipstream.kernels.halves import round_into
-from slipstream.lists import copy_, mul_
+from slipstream.lists import copy_, mul_, round_into
 from slipstream.optim.corrections import Correction, Publication
 from slipstream.pipeline.peers import Gradients
 from slipstream.pipeline.replica import sharded_as

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.halves import round_into
-from slipstream.lists import copy_
+from slipstream.lists import copy_, round_into
 from slipstream.pipeline.checks import refuse_changed_buffers
 from slipstream.pipeline.compact import Compact
 from slipstream.pipeline.replica import (
