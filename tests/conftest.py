@@ -75,6 +75,7 @@ def pytest_configure(config):
         config.add_cleanup(warm.close)
         warm.use(folder)
         os.environ["WARM_PLACE"] = warm.path()
+        config.option.tx = [f"popen//python={sys.executable} {warm.__file__}" for _ in config.option.tx]
 
 
 @pytest.fixture(scope="session", autouse=True)

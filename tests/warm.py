@@ -2,7 +2,8 @@
 
 A fresh interpreter spends four to seven seconds of a core on imports, and the tests need over a hundred processes.
 `use` puts `Popen` of this file in the place of subprocess's in the modules that start ours; what it forks can fork
-further ones. A few tests start theirs cold, with the real thing (`cold` in conftest.py, and the tests of the command).
+further ones. pytest-xdist's own processes start warm too: it calls `python warm.py -u -c CODE` instead of `python -u -c
+CODE` (conftest.py). A few tests start theirs cold, with the real thing (`cold` in conftest.py, and the tests of the command).
 No fork after CUDA: where there is a GPU, every process starts cold (conftest.py).
 
 The server (`python warm.py DESCRIPTOR DESCRIPTOR PATH`) listens on a socket, which is there before the server is: a
@@ -34,7 +35,7 @@ STARTERS = ("slipstream.distributed.launch", "slipstream.bench.race", "slipstrea
 PRELOADED = (
     "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.fsdp", "slipstream.cli.train",
     "slipstream.train.session", "slipstream.bench.sample", "slipstream.bench.timeline", "slipstream.study.run",
-    "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama",
+    "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama", "hypothesis",
 )  # fmt: skip
 NUMBER = struct.Struct("!q")
 _place = Path()
@@ -45,20 +46,20 @@ _server = None  # its process and our end of the wire to it
 
 
 class Popen:
-    """As much of `subprocess.Popen` as is used here, for `[python, "-m", module, ...]`."""
+    """As much of `subprocess.Popen` as is used here, for `[python, "-m", module, ...]` and `[python, "-c", code]`."""
 
     def __init__(
         self, args, *, env=None, cwd=None, pass_fds=(), stdin=None, stdout=None, stderr=None, text=False
     ):
-        assert args[:2] == [sys.executable, "-m"], args
+        assert args[0] == sys.executable, args
         server = path()
         self.args, self.returncode = args, None
         self.stdout, out = _end(stdout, 1, text)
         self.stderr, err = (None, out) if stderr == subprocess.STDOUT else _end(stderr, 2, text)
-        blank = os.open(os.devnull, os.O_RDONLY)
+        blank = os.open(os.devnull, os.O_RDONLY) if stdin is None else os.dup(stdin)
         request = pickle.dumps(
             {
-                "args": list(args[2:]),
+                "args": list(args[1:]),
                 "environment": dict(os.environ if env is None else env),
                 "folder": os.getcwd() if cwd is None else str(cwd),
                 "asked_by": os.getpid(),
@@ -282,12 +283,19 @@ def become(request, files):
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
-    sys.argv = request["args"]
-    name = sys.argv[0]
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    kind, what, *_ = request["args"]
+    sys.argv = request["args"][1:]
+    if kind == "-c":
+        exec(what, {"__name__": "__main__"})
+    else:
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
+    if sys.argv[1:3] == ["-u", "-c"]:  # as xdist calls it
+        use(os.environ["WARM_PLACE"])
+        sys.exit(Popen([sys.executable, *sys.argv[2:]], stdin=0).wait())
+
     import warm  # this file, by the name that forked processes know it by
 
     for module in PRELOADED:
