@@ -1,4 +1,4 @@
-"""A script as a user runs it: `python -m run_script FOLDER NAME` in a process that may be a fork; on ranks."""
+"""A script as a user runs it: `python -m run_script FOLDER NAME ...` in a process that may be a fork; on ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from importlib import import_module
 from pathlib import Path
 
 
-def run_ranks(folder, name: str, ranks: int = 2) -> str:
-    """What torchrun does for a script; the output of all ranks."""
+def run_ranks(folder, name: str, ranks: int = 2, given: tuple[str, ...] = ()) -> str:
+    """What torchrun does for a script and what it is `given`; the output of all ranks."""
     # Its way to start a process: warm, where there is no GPU.
     launch = import_module("slipstream.distributed.launch")
     with socket.socket() as free:
@@ -26,7 +26,7 @@ def run_ranks(folder, name: str, ranks: int = 2) -> str:
     }
     processes = [
         launch.subprocess.Popen(
-            [sys.executable, "-m", "run_script", str(folder), name],
+            [sys.executable, "-m", "run_script", str(folder), name, *given],
             env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": ":".join(filter(None, sys.path))},
             cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
@@ -39,5 +39,6 @@ def run_ranks(folder, name: str, ranks: int = 2) -> str:
 
 if __name__ == "__main__":
     folder, name = sys.argv[1:3]
+    sys.argv[:3] = [name]
     sys.path.insert(0, folder)
     runpy.run_path(str(Path(folder) / f"{name}.py"), run_name="__main__")

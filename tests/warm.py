@@ -3,7 +3,8 @@
 A fresh interpreter spends four to seven seconds of a core on imports, and the tests need over a hundred processes.
 `use` puts `Popen` of this file in the place of subprocess's in the modules that start ours; what it forks can fork
 further ones. pytest-xdist's own processes start warm too: it calls `python warm.py -u -c CODE` instead of `python -u -c
-CODE` (conftest.py). A few tests start theirs cold, with the real thing (`cold` in conftest.py, and the tests of the command).
+CODE` (conftest.py). A few tests start theirs cold, with the real thing (`cold` in conftest.py, and the tests of the
+command).
 No fork after CUDA: where there is a GPU, every process starts cold (conftest.py).
 
 The server (`python warm.py DESCRIPTOR DESCRIPTOR PATH`) listens on a socket, which is there before the server is: a

@@ -7,11 +7,11 @@ WIDTH, ROWS, LAYERS, VOCAB = 12, 8, 4, 20
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, bias):
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH, bias=bias)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=bias)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=bias)
 
     def forward(self, x):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -20,10 +20,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A pruned full model: any stage has the full model's names, with only its own layers."""
 
-    def __init__(self, first=0, last=LAYERS, tied=True, dtype=torch.float32):
+    def __init__(self, first=0, last=LAYERS, tied=True, dtype=torch.float32, bias=False):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH) if first == 0 else None
-        self.layers = nn.ModuleDict({str(i): Block() for i in range(first, last)})
+        self.layers = nn.ModuleDict({str(i): Block(bias) for i in range(first, last)})
         self.head = nn.Linear(WIDTH, VOCAB, bias=False) if last == LAYERS else None
         with torch.no_grad():
             for name, p in self.named_parameters():

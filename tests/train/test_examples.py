@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 from tests.train.conftest import VOCAB
 
+from run_script import run_ranks
 from slipstream.config import load, resolve
 from slipstream.train import session
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUNS = sorted(EXAMPLES.glob("*.toml"))
-SCRIPTS = {
-    "drop_in.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
-    "delay_on_one_device.py": [],
-}
+SCRIPTS = {"drop_in.py", "delay_on_one_device.py"}
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 SHRUNK = [
     f"model.vocab={VOCAB}", "model.dim=16", "model.layers=4", "model.heads=2", "model.kv_heads=1", "model.ffn=32",
     "data.sequence=16", "train.steps=2", "train.device=cpu", "train.dtype=float32", "train.compile=false",
@@ -43,14 +42,19 @@ def test_an_example_run_trains(path, data, tmp_path, pool):
     assert (result["step"], result["reason"]) == (2, "finished")
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_an_example_script_runs(name, monkeypatch, capsys):
-    if not SCRIPTS[name]:
-        monkeypatch.setattr(sys, "argv", [name, "--steps", "3"])
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-        assert "muon" in capsys.readouterr().out
-        return
-    command = [sys.executable, *SCRIPTS[name], str(EXAMPLES / name), "--steps", "3"]
+def test_an_example_script_runs(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["delay_on_one_device.py", "--steps", "3"])
+    runpy.run_path(str(EXAMPLES / "delay_on_one_device.py"), run_name="__main__")
+    assert "muon" in capsys.readouterr().out
+
+
+def test_an_example_script_runs_on_two_ranks():
+    assert "3 updates" in run_ranks(EXAMPLES, "drop_in", given=("--steps", "3"))
+
+
+@pytest.mark.slow
+def test_an_example_script_runs_under_torchrun():
+    command = [sys.executable, *TORCHRUN, str(EXAMPLES / "drop_in.py"), "--steps", "3"]
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
     assert done.returncode == 0, done.stderr
@@ -59,7 +63,7 @@ def test_an_example_script_runs(name, monkeypatch, capsys):
 
 def test_every_example_is_covered():
     found = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
-    assert found == {path.name for path in RUNS} | set(SCRIPTS) | {"two_nodes.slurm"}
+    assert found == {path.name for path in RUNS} | SCRIPTS | {"two_nodes.slurm"}
 
 
 def test_the_script_for_two_nodes_starts_an_example():
