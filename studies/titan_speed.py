@@ -40,7 +40,7 @@ SECONDS = 240.0  # of one turn
 
 def shape(on_gpu: bool) -> dict[str, int]:
     if on_gpu:
-        return {"dim": 1024, "heads": 16, "layers": 16, "ffn": 2816, "length": 1024, "rows": 8}
+        return {"dim": 1024, "heads": 16, "layers": 16, "ffn": 2816, "length": 1024, "rows": 16}
     return {"dim": 32, "heads": 2, "layers": 8, "ffn": 64, "length": 16, "rows": 1}
 
 
@@ -78,6 +78,7 @@ def turn(name: str, given: argparse.Namespace) -> dict[str, Any]:
         "training.local_batch_size": rows,
         "training.global_batch_size": rows,
         "training.mixed_precision_param": "bfloat16" if on_gpu else "float32",
+        "optimizer.implementation": "fused" if on_gpu else "foreach",
         "parallelism.pipeline_parallel_degree": given.stages,
         "parallelism.pipeline_parallel_microbatch_size": sizes["rows"],
         "parallelism.pipeline_parallel_schedule": schedule,

@@ -7,7 +7,7 @@ WIDTH, ROWS, LAYERS, VOCAB = 12, 8, 4, 20
 
 
 class Block(nn.Module):
-    def __init__(self, bias):
+    def __init__(self, bias=False):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH, bias=bias)
         self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=bias)
