@@ -333,6 +333,20 @@ def test_a_state_of_the_first_format_is_read():
         again.load_state_dict(state | {"format": 3})
 
 
+def test_ranks_pack_alike_whatever_lies_how_in_memory():
+    """Of an expert that got no tokens a rank sends zeros, where another has the transpose of something."""
+    shapes = [(3, 2), (20, 10), (4, 4), (30, 9)]
+    plain = [torch.zeros(shape) for shape in shapes]
+    turned = [torch.randn(shape[::-1]).t() for shape in shapes]
+    before = [tensor.clone() for tensor in turned]
+    found, other = (buckets(tensors, small=400, limit=500) for tensors in (plain, turned))
+    assert [bucket.flat.numel() for bucket in found] == [bucket.flat.numel() for bucket in other]
+    for bucket in other:
+        bucket.flat.mul_(2)
+        bucket.unpack()
+    assert all(torch.equal(tensor, 2 * old) for tensor, old in zip(turned, before, strict=True))
+
+
 def test_messages_are_bounded_and_large_tensors_are_not_copied():
     tensors = [torch.randn(n) for n in (3, 100, 5, 60, 60, 7)] + [
         torch.randn(4, 4).T,

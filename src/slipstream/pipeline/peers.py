@@ -203,8 +203,8 @@ def buckets(tensors: Sequence[Tensor], small: int | None = None, limit: int = BU
     packed: dict[torch.dtype, list[Tensor]] = {}
     filled: dict[torch.dtype, int] = {}
     for tensor in tensors:
-        if tensor.nbytes >= small and tensor.is_contiguous():
-            found.append(Bucket(tensor))
+        if tensor.nbytes >= small:
+            found.append(Bucket(tensor) if tensor.is_contiguous() else _pack([tensor]))
             continue
         if packed.get(tensor.dtype) and filled[tensor.dtype] + tensor.nbytes > limit:
             found.append(_pack(packed.pop(tensor.dtype)))
