@@ -6,9 +6,9 @@ BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 # torch is pinned by constraints.txt so that a CPU machine never pulls CUDA packages.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-# Four processes of pytest keep two cores at work, since many tests wait for a time-out or a signal. A file stays with
+# Three processes of pytest keep two cores at work, since many tests wait for a time-out or a signal. A file stays with
 # one of them, and so do its fixtures; the longest are begun first (`tests/conftest.py`).
-PYTEST := $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 CODE := src tests examples studies tools
 # What starts no process, trains nothing and takes no more than a moment.
 FAST := $(addprefix tests/, test_config.py test_docs.py test_imports.py test_private_names.py metrics \
