@@ -164,6 +164,13 @@ def main() -> None:
     given.microbatches = given.microbatches or 2 * given.stages
     if unknown := set(given.only.split(",")) - set(CONTENDERS):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(CONTENDERS)}")
+    try:
+        changes = json.loads(given.shape)
+        unknown = set(changes) - set(shape(True))
+    except (ValueError, TypeError):
+        parser.error(f"""--shape {given.shape!r} is no JSON object, such as {'{"layers": 8}'}""")
+    if unknown:
+        parser.error(f"--shape: {', '.join(sorted(unknown))} is none of {', '.join(shape(True))}")
     if given.turn:
         rank(given)
         return

@@ -57,7 +57,7 @@ class Popen:
         self.args, self.returncode = args, None
         self.stdout, out = _end(stdout, 1, text)
         self.stderr, err = (None, out) if stderr == subprocess.STDOUT else _end(stderr, 2, text)
-        blank = os.open(os.devnull, os.O_RDONLY) if stdin is None else os.dup(stdin)
+        blank = os.open(os.devnull, os.O_RDONLY) if stdin in (None, subprocess.DEVNULL) else os.dup(stdin)
         request = pickle.dumps(
             {
                 "args": list(args[1:]),
