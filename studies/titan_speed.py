@@ -53,7 +53,8 @@ def turn(name: str, given: argparse.Namespace) -> dict[str, Any]:
 
     from slipstream.torchtitan import with_2bw
 
-    on_gpu, microbatches, cutover = torch.cuda.is_available(), given.microbatches, given.cutover
+    on_gpu, microbatches = torch.cuda.is_available(), given.microbatches
+    cutover, in_flight = given.cutover, given.in_flight
     sizes = shape(on_gpu) | json.loads(given.shape)
     on_cpu.LENGTH = sizes["length"]
     config = on_cpu.debug_config(given.out / "work")
@@ -88,7 +89,7 @@ def turn(name: str, given: argparse.Namespace) -> dict[str, Any]:
     }
     if name == "2bw":
         config = with_2bw(config)
-        config.slipstream.cutover = cutover
+        config.slipstream.cutover, config.slipstream.in_flight = cutover, in_flight
     on_cpu.change(config, given)
     trainer = config.build()
     marks: list[float] = []
@@ -139,6 +140,7 @@ def start(name: str, given: argparse.Namespace, surroundings: dict[str, str]) ->
     command = [*launcher, __file__, str(given.out), "--turn", name, "--microbatches", str(given.microbatches)]
     command += ["--stages", str(given.stages), "--shape", given.shape, *["--compile"] * given.compile]
     command += [] if given.cutover is None else ["--cutover", str(given.cutover)]
+    command += [] if given.in_flight is None else ["--in-flight", str(given.in_flight)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     environment = {**os.environ, **surroundings, "TITAN_DEVICE": device, "OMP_NUM_THREADS": "1"}
     with (given.out / f"{name}.log").open("a") as log:
@@ -155,6 +157,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=STAGES)
     parser.add_argument("--microbatches", type=int, help="of a step; else two for each stage")
     parser.add_argument("--cutover", type=int, help="of 2BW; else its default")
+    parser.add_argument("--in-flight", type=int, help="of 2BW; else measured")
     parser.add_argument("--shape", default="{}", help='changes of it, as JSON: {"layers": 8}')
     parser.add_argument("--compile", action="store_true", help="every layer, as torchtitan does")
     parser.add_argument("--rounds", type=int, default=3)

@@ -105,12 +105,14 @@ def test_what_is_no_target_and_no_folder_is_refused(tmp_path):
 
 def test_two_schedules_race_for_real(toy, tmp_path, capfd):
     arguments = [*toy, "train.steps=6", "--schedules", "2bw,1f1b,2bw", "--out", str(tmp_path), "--json"]
+    arguments += ["--longer", "1.2"]
     with pytest.raises(SystemExit) as ended:
         _dispatch(["bench", "race", *arguments])
     assert ended.value.code == 0
     result = json.loads(capfd.readouterr().out)
     assert result["complete"]
     assert [lap["schedule"] for lap in result["laps"]] == ["2bw", "1f1b"]
+    assert [lap["tokens"] / result["laps"][1]["tokens"] for lap in result["laps"]] == [8 / 6, 1.0]
     assert json.loads((tmp_path / "race.json").read_text())["target_loss"] == result["target_loss"]
     assert "Validation loss by wall clock" in (tmp_path / "race.html").read_text()
 
@@ -177,6 +179,12 @@ def test_an_interrupted_race_keeps_what_it_has_and_goes_on(toy, tmp_path, monkey
     assert not (tmp_path / "1f1b").exists()
     starts = [event for event in told() if event["event"] == "start"]
     assert [start["resumed"] for start in starts] == [False, True]
+
+
+@pytest.mark.parametrize("longer", ["0.9", "nan", "inf"])
+def test_ours_trains_no_shorter_than_the_others(tmp_path, longer):
+    with pytest.raises(UserError, match="--longer"):
+        _dispatch(["bench", "race", "--longer", longer, "--out", str(tmp_path / "race")])
 
 
 def test_a_mistake_of_the_second_contender_is_said_before_the_first_one_trains(tmp_path):

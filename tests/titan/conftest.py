@@ -66,7 +66,7 @@ class Runs:
         plan = self.folder / "jobs.json"
         plan.write_text(json.dumps(self._jobs))
         self._jobs = []
-        path = os.pathsep.join([str(SOURCE), str(HERE)])
+        path = os.pathsep.join([str(SOURCE), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
         device = {"CUDA_VISIBLE_DEVICES": ""} if surroundings is None else surroundings
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **device}
         done = subprocess.run(

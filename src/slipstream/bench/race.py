@@ -51,9 +51,10 @@ def race(
     schedules: Sequence[str],
     out: Path,
     target: float | None = None,
+    updates: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Run what is missing, compare, and write race.json and race.html into `out`."""
+    """Run what is missing, compare, and write race.json and race.html into `out`. `updates`: of ours, if not as many."""
     if len(set(schedules)) < 2:
         raise UserError("A race needs two schedules or more. Set --schedules to a list such as 2bw,1f1b.")
     if target is not None and not 0 < target < math.inf:
@@ -61,7 +62,8 @@ def race(
     make_room(out / "race.json")
     for schedule in schedules:
         progress(f"training with {schedule}")
-        _train(arguments, schedule, out, lambda: write(schedules, out, target))
+        given = arguments_of(arguments, schedule, out, updates)
+        _train(given, schedule, out, lambda: write(schedules, out, target))
     compare({name: read_run(out / name) for name in schedules}, target)  # refuses too few validations
     result = write(schedules, out, target)
     assert result is not None
@@ -85,15 +87,19 @@ def write(schedules: Sequence[str], out: Path, target: float | None) -> dict[str
     return result
 
 
-def arguments_of(arguments: Sequence[str], schedule: str, out: Path) -> list[str]:
+def arguments_of(
+    arguments: Sequence[str], schedule: str, out: Path, updates: int | None = None
+) -> list[str]:
     """What `slipstream train` is called with for one contender."""
     own = [f"pipeline.schedule={schedule}", f"run.dir={out / schedule}"]
-    return [*arguments, *own, *(NO_DELAY if schedule != OURS else ())]
+    if schedule != OURS:
+        return [*arguments, *own, *NO_DELAY]
+    return [*arguments, *own, *([] if updates is None else [f"train.steps={updates}"])]
 
 
 def _train(arguments: Sequence[str], schedule: str, out: Path, refresh: Callable[[], object]) -> None:
     """Train one contender, or what is left of it, and look at it now and then."""
-    command = [sys.executable, "-m", "slipstream", "train", *arguments_of(arguments, schedule, out)]
+    command = [sys.executable, "-m", "slipstream", "train", *arguments]
     again = "Give the same command again to go on: what has been trained is kept."
     with _terminated_as_interrupted():
         # Its lines are notes: stdout is for the result, with --json for nothing else.
@@ -194,6 +200,7 @@ def _lap(run: Run, schedule: str, points: Sequence[Point], reached: Point | None
         "best_loss": min(point.loss for point in points),
         "final_loss": last.loss,
         "seconds": last.seconds,  # of training, to the end of the run
+        "tokens": last.tokens,
         "seconds_to_target": reached.seconds if reached else None,
         "tokens_to_target": reached.tokens if reached else None,
     }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -186,6 +187,9 @@ def race(
         str, typer.Option(help="Schedules to train with, one after the other.")
     ] = "2bw,1f1b",
     target: Annotated[float | None, typer.Option(help="Loss to reach; default: what all reached.")] = None,
+    longer: Annotated[
+        float, typer.Option(help="2bw trains this many times the updates, to end at the loss of the others.")
+    ] = 1.0,
     out: Annotated[Path, typer.Option(help="Folder of the runs, race.json and race.html.")] = Path(
         "runs/race"
     ),
@@ -197,9 +201,12 @@ def race(
     from slipstream.config import resolve
 
     names = list(dict.fromkeys(name.strip() for name in schedules.split(",") if name.strip()))
+    if not 1.0 <= longer <= 100.0:
+        raise UserError(f"--longer {longer:g}: 2bw trains at least as long as the others. Set 1.05, say.")
+    updates = None if longer == 1.0 else math.ceil(longer * parse(arguments or []).train.steps)
     for name in names:  # a mistake of the last contender is said before the first one trains
-        resolve(parse(racing.arguments_of(arguments or [], name, out)))
-    result = racing.race(arguments or [], names, out, target)
+        resolve(parse(racing.arguments_of(arguments or [], name, out, updates)))
+    result = racing.race(arguments or [], names, out, target, updates)
     print(json.dumps(result)) if as_json else racing.print_race(Console(highlight=False), result)
 
 
