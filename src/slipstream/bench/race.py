@@ -54,7 +54,7 @@ def race(
     updates: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Run what is missing, compare, and write race.json and race.html into `out`. `updates`: of ours, if not as many."""
+    """Run what is missing, compare, and write race.json and race.html into `out`. `updates`: ours, if not as many."""
     if len(set(schedules)) < 2:
         raise UserError("A race needs two schedules or more. Set --schedules to a list such as 2bw,1f1b.")
     if target is not None and not 0 < target < math.inf:
@@ -87,9 +87,7 @@ def write(schedules: Sequence[str], out: Path, target: float | None) -> dict[str
     return result
 
 
-def arguments_of(
-    arguments: Sequence[str], schedule: str, out: Path, updates: int | None = None
-) -> list[str]:
+def arguments_of(arguments: Sequence[str], schedule: str, out: Path, updates: int | None = None) -> list[str]:
     """What `slipstream train` is called with for one contender."""
     own = [f"pipeline.schedule={schedule}", f"run.dir={out / schedule}"]
     if schedule != OURS:
