@@ -20,11 +20,10 @@ FAST := $(addprefix tests/, test_config.py test_docs.py test_imports.py test_pri
   $(addprefix pipeline/test_, channel.py depth.py one_stage.py) \
   $(addprefix bench/test_, measure.py work.py) $(addprefix train/test_, checkpoint.py reporting.py))
 
-.PHONY: train check lint types test tests test-all bench fuzz chaos docs format clean
+.PHONY: train check lint types test test-all bench fuzz chaos docs format clean
 train: $(VENV)/.installed
 	$(BIN)/slipstream train
 
-# Types take as long as the fast tests: both at once, one on each core.
 check: $(VENV)/.installed-dev
 	@$(MAKE) --no-print-directory -j 2 --output-sync=target lint types fast
 
@@ -33,16 +32,13 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(CODE)
 
 types: $(VENV)/.installed-dev
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 .PHONY: fast
 fast: $(VENV)/.installed-dev
 	$(BIN)/pytest -x $(FAST)
 
-test: lint
-	@$(MAKE) --no-print-directory -j 2 types tests
-
-tests: $(VENV)/.installed-dev
+test: lint types
 	$(PYTEST)
 
 test-all: $(VENV)/.installed-dev

@@ -30,7 +30,7 @@ def run(*arguments: str, **options) -> subprocess.CompletedProcess:
 def exit_code(arguments: list[str]) -> int:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
-    return caught.value.code  # pyright: ignore[reportReturnType]
+    return caught.value.code
 
 
 def test_a_users_mistake_prints_no_traceback_and_exits_with_2(capsys):

@@ -47,7 +47,7 @@ def add_(targets: Tensors, others: Tensors, alpha: float = 1.0) -> None:
 def mul_(targets: Tensors, factor: float | Tensor | Tensors) -> None:
     """targets ← targets * factor."""
     if targets:
-        torch._foreach_mul_(list(targets), factor)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        torch._foreach_mul_(list(targets), factor)  # pyrefly: ignore[no-matching-overload]
 
 
 def norms(tensors: Tensors) -> list[Tensor]:
@@ -129,7 +129,7 @@ def spare_compiler() -> None:
 
 def mark_stepped(optimizer: Optimizer) -> None:
     """Tell LR schedulers that the optimizer has stepped: a pipeline stage's first update comes a call later."""
-    optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+    optimizer._opt_called = True  # pyrefly: ignore[missing-attribute]
 
 
 def run_step_hooks(optimizer: Optimizer, before: bool) -> None:

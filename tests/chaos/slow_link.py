@@ -53,7 +53,7 @@ class Slow(nn.Module):
         self.inner, self.mix = inner, nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Sleep.apply(self.mix(self.inner(x)))  # pyright: ignore[reportReturnType]
+        return Sleep.apply(self.mix(self.inner(x)))
 
 
 def layers(vocab: int) -> list[nn.Module]:

@@ -238,7 +238,7 @@ def test_a_timeline_without_costs_or_with_an_unknown_schedule_shows_the_measurem
     assert unknown.measured
     assert not unknown.predicted
     assert "1f1b" in unknown.note
-    assert lanes({**event, "predicted": {}}, {}, "t").predicted == []  # pyright: ignore[reportOptionalMemberAccess]
+    assert lanes({**event, "predicted": {}}, {}, "t").predicted == []
     assert lanes({"event": "timeline", "spans": [[1, 2], "x", None]}, {}, "t") is None
 
 

@@ -22,7 +22,7 @@ def shown(folder, now: float | None = None, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
     run = read_run(folder)
     console.print(frame(run, 200, width, 1e9 + 200 if now is None else now))
-    return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    return console.file.getvalue()
 
 
 def test_a_frame_shows_progress_curves_and_stages(make_run):
@@ -81,7 +81,7 @@ def test_watch_follows_until_the_run_finishes(make_run):
     writer.start()
     watch(folder, console, interval=0.05)
     writer.join()
-    assert "finished" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "finished" in console.file.getvalue()
 
 
 @pytest.mark.parametrize("interval", [-1.0, 0.0, float("nan"), float("inf")])

@@ -237,7 +237,7 @@ def test_banks_of_another_dtype():
     correction = build_correction("error_feedback")
     old, new = [torch.zeros(5)], [torch.full((5,), 0.25)]
     banks = [torch.zeros(5, dtype=torch.bfloat16)]
-    correction.publish(Publication(banks, new, old, None, [], 1))  # pyright: ignore
+    correction.publish(Publication(banks, new, old, None, [], 1))
     assert torch.equal(banks[0], torch.full((5,), 0.5, dtype=torch.bfloat16))
     assert torch.equal(new[0], torch.full((5,), 0.25))
 
@@ -247,7 +247,7 @@ def test_error_feedback_writes_into_the_dying_bank():
     correction = build_correction("error_feedback", lam=1.0)
     bank, new = torch.tensor([1.0, 2.0]), torch.tensor([1.5, 1.0])
     where = bank.data_ptr()
-    correction.publish(Publication([bank], [new], [bank], None, [], 1))  # pyright: ignore
+    correction.publish(Publication([bank], [new], [bank], None, [], 1))
     assert bank.data_ptr() == where
     assert torch.equal(bank, torch.tensor([2.0, 0.0]))
     assert torch.equal(new, torch.tensor([1.5, 1.0]))

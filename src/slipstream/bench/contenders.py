@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -189,7 +189,9 @@ class EngineRun(Run):
         self.schedule.trace(True)
         self.inputs = (work.inputs(self.device),) if rank == 0 else ()
         last = rank == work.stages - 1
-        self.target = {"target": work.targets(self.device), "losses": self.losses} if last else {}
+        self.target: dict[str, Any] = (
+            {"target": work.targets(self.device), "losses": self.losses} if last else {}
+        )
 
     def step(self) -> None:
         self.schedule.step(*self.inputs, **self.target, return_outputs=False)

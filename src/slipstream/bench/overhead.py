@@ -109,7 +109,7 @@ class _Turns:
         self._calls = -(WARM_UP + updates)  # of the turn; the first one is not timed
         self._began: tuple[float, float] | None = None
         self._step = parts.engine.step
-        parts.engine.step = self.step  # pyright: ignore
+        parts.engine.step = self.step
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         if self._calls == WARM_UP:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -79,6 +79,8 @@ def pipeline(
     count = (partitions or 2) if stages is None else stages
     counts = [count, 2 * count, 4 * count] if microbatches is None else _counts(microbatches)
     kind = work or ("language" if device == "cuda" else "compute")
+    language = {"batch": rows, "tokens": sequence, "preset": model}
+    shape: dict[str, Any] = language if kind == "language" else {}
     setting = Work(
         kind=kind,
         stages=count,
@@ -90,7 +92,7 @@ def pipeline(
         link_latency_seconds=link_latency_ms / 1e3,
         device=device,
         compile=compiled,
-        **({"batch": rows, "tokens": sequence, "preset": model} if kind == "language" else {}),
+        **shape,
     )
     command.run(
         setting,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -79,7 +79,7 @@ def plan(
         measured = _profile(config, sequence, optimizer, profile, profile_file)
         chosen = replace(chosen, **measured.device_changes())
         timings = measured.timings
-    given = {
+    given: dict[str, Any] = {
         "memory_bytes": None if memory is None else memory * GIB,
         "efficiency": efficiency,
         "per_node": per_node,

@@ -123,7 +123,7 @@ def _open_binary(path: Path) -> IO[bytes]:
         case ".xz":
             return lzma.open(path)
         case ".gz":
-            return gzip.open(path)  # pyright: ignore[reportReturnType]
+            return gzip.open(path)  # pyrefly: ignore[bad-return]
         case ".zst":
             return io.BufferedReader(_Zstandard(path), 1 << 20)
     return path.open("rb")

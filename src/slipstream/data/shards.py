@@ -59,7 +59,8 @@ def open_shard(path: Path) -> Tokens:
             f"{path} is not a token shard: {seen}, expected one of {sorted(_FORMATS)} in a header of "
             f"{HEADER_BYTES} bytes. Make shards with `slipstream data prepare`."
         )
-    dtype, count = _FORMATS[key], int(values[2])
+    dtype: np.dtype[Any] = _FORMATS[key]
+    count = int(values[2])
     expected = HEADER_BYTES + count * dtype.itemsize
     if count < 0 or size != expected:
         raise DataError(

@@ -74,8 +74,8 @@ class Tokenizer:
         """A byte-level BPE of at most `vocab` tokens; id 0 ends a document."""
         check_vocab(vocab)
         inner = tokenizers.Tokenizer(models.BPE())
-        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
-        inner.decoder = decoders.ByteLevel()  # pyright: ignore
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab,
             special_tokens=[END_OF_DOCUMENT],

@@ -13,7 +13,7 @@ import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -208,7 +208,7 @@ class Prefetch(Generic[T]):
             self.close()
             raise error
         self._next += 1
-        return result  # pyright: ignore[reportReturnType]
+        return cast(T, result)
 
     def close(self) -> None:
         self._closed.set()

@@ -12,9 +12,6 @@ added up in the order of the ranks, so that all ranks get the same bits. Others 
 Where CUDA IPC cannot be had the same group sends through shared host memory: `slipstream_staged`.
 """
 
-# pyright: reportIncompatibleMethodOverride=false
-# Torch's stubs list several overloads of each collective; these methods are the one that torch.distributed calls.
-
 from __future__ import annotations
 
 import base64
@@ -101,7 +98,7 @@ class DeviceGroup(dist.ProcessGroup):
         maker: SlotMaker,
         carried: str,
     ) -> None:
-        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]: the form a subclass has to use
+        super().__init__(rank, size)  # pyrefly: ignore[missing-argument, bad-argument-type]  # the form a subclass has to use
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
         serve_with(self, gloo)
         self.gloo: Any = gloo  # torch's stubs do not list its collectives
@@ -138,8 +135,9 @@ class DeviceGroup(dist.ProcessGroup):
         return _Together([self._post(tensor, srcRank) for tensor in tensors])
 
     # Collectives ------------------------------------------------------------------------------------------
+    # Torch's stubs list several overloads of each; these methods are the one that torch.distributed calls.
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # pyrefly: ignore[bad-override]
         if not self._carries(tensors) or opts.reduceOp != dist.ReduceOp.SUM:
             return self.gloo.allreduce(tensors, opts)
         (tensor,) = tensors
@@ -147,7 +145,7 @@ class DeviceGroup(dist.ProcessGroup):
             self.send([tensor], rank, 0)  # a rank that is gone is told by what does not come from it
         return self._summed(tensor)
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # pyrefly: ignore[bad-override]
         if not self._carries(tensors) or opts.reduceOp != dist.ReduceOp.SUM:
             return self.gloo.reduce(tensors, opts)
         (tensor,) = tensors
@@ -155,14 +153,14 @@ class DeviceGroup(dist.ProcessGroup):
             return self.send(tensors, opts.rootRank, 0)
         return self._summed(tensor)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # pyrefly: ignore[bad-override]
         if not self._carries(tensors):
             return self.gloo.broadcast(tensors, opts)
         if self.rank() != opts.rootRank:
             return self.recv(tensors, opts.rootRank, 0)
         return _Together([self.send(tensors, rank, 0) for rank in self._others()])
 
-    def allgather(
+    def allgather(  # pyrefly: ignore[bad-override]
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
     ) -> dist.Work:
         if not self._carries(input_tensors):

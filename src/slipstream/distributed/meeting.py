@@ -114,7 +114,7 @@ def watched(store: dist.Store, timeout_seconds: float) -> Iterator[None]:
     def ask() -> None:
         nonlocal silent
         with contextlib.suppress(RuntimeError):  # closed: whoever needs it is told so
-            own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # its stubs lack it
+            own = store.clone()  # pyrefly: ignore[missing-attribute]  # its stubs lack it
             while not over.wait(ASKING_SECONDS):
                 own.check(["slipstream"])
                 silent = 0

@@ -20,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -153,7 +153,7 @@ def connect(store: dist.Store, own: int, peers: Sequence[int], timeout_seconds: 
         if not all(near.values()):
             listeners.append(_network_listener(opened))
         try:
-            places = {"path": listeners[0].getsockname(), "address": None}
+            places: dict[str, Any] = {"path": listeners[0].getsockname(), "address": None}
             if len(listeners) > 1:
                 places["address"] = [_addresses(), listeners[1].getsockname()[1]]
             store.set(f"places/{own}", json.dumps(places))

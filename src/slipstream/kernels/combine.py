@@ -48,7 +48,7 @@ def combine(
         return
     addresses, blocks, aligned = found
     with launching_on(outs[0].device):
-        combine_lists[(len(blocks),)](  # pyright: ignore[reportIndexIssue]
+        combine_lists[(len(blocks),)](
             addresses, blocks, len(outs), a, b, c, d,
             out_type=types[outs[0].dtype], x_type=types[xs[0].dtype], y_type=types[ys[0].dtype],
             also_type=types[others[0].dtype] if others else None, aligned=aligned,

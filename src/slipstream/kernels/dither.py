@@ -31,7 +31,7 @@ def _in_one_pass(total: Tensor, term: Tensor, seed: int) -> None:
     size = total.numel()
     if size:
         with launching_on(total.device):
-            programs.add_dithered[(-(-size // _BLOCK),)](  # pyright: ignore[reportIndexIssue]
+            programs.add_dithered[(-(-size // _BLOCK),)](
                 total.view(torch.int16), term, seed, size, BLOCK=_BLOCK
             )
 

@@ -69,7 +69,7 @@ def _launch_split(wholes: Tensors, highs: Tensors, lows: Tensors) -> None:
     if found := tables(wholes, highs, lows):
         addresses, blocks, aligned = found
         with launching_on(wholes[0].device):
-            split_lists[(len(blocks),)](  # pyright: ignore[reportIndexIssue]
+            split_lists[(len(blocks),)](
                 addresses, blocks, len(wholes), both=bool(lows), aligned=aligned, BLOCK=BLOCK, PIECE=PIECE
             )
 
@@ -80,6 +80,6 @@ def _launch_join(highs: Tensors, lows: Tensors, wholes: Tensors) -> None:
     if found := tables(wholes, highs, lows):
         addresses, blocks, aligned = found
         with launching_on(wholes[0].device):
-            join_lists[(len(blocks),)](  # pyright: ignore[reportIndexIssue]
+            join_lists[(len(blocks),)](
                 addresses, blocks, len(wholes), aligned=aligned, BLOCK=BLOCK, PIECE=PIECE
             )

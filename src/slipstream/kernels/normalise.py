@@ -25,10 +25,8 @@ def normalised(stack: Tensor, least: float, out: Tensor) -> Tensor:
 
     parts = -(-size // _SUMMED)
     sums = torch.empty(count, parts, dtype=torch.float32, device=stack.device)
-    square_sums[parts, count](  # pyright: ignore[reportIndexIssue]
-        stack, sums, size, parts, BLOCK=_SUMMED, PIECE=_PIECE, num_warps=8
-    )
-    divide_by_norm[-(-size // _BLOCK), count](  # pyright: ignore[reportIndexIssue]
+    square_sums[parts, count](stack, sums, size, parts, BLOCK=_SUMMED, PIECE=_PIECE, num_warps=8)
+    divide_by_norm[-(-size // _BLOCK), count](
         stack, out, sums, least, size, parts, BLOCK=_BLOCK, PARTS=_power_of_two(parts), num_warps=8
     )
     return out

@@ -26,7 +26,7 @@ def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     from slipstream.kernels.programs import product_tile
 
     grid = -(-m // _ROWS), -(-columns // _COLUMNS), count
-    product_tile[grid](  # pyright: ignore[reportIndexIssue]
+    product_tile[grid](
         TensorDescriptor.from_tensor(a.view(-1, k), [_ROWS, _STEP]),
         TensorDescriptor.from_tensor(b.view(-1, columns), [_STEP, _COLUMNS]),
         TensorDescriptor.from_tensor(out, [1, _ROWS, _COLUMNS]),

@@ -105,7 +105,7 @@ def _launch(
     right = left if b is a else rows(b, *block)
     added = [rows(term, tile, tile) for _, term in plus] or [rows(out, tile, tile)]
     (beta, _), (gamma, _) = (*plus, (0.0, out), (0.0, out))[:2]
-    symmetric_tile[tiles(m), count](  # pyright: ignore[reportIndexIssue]
+    symmetric_tile[tiles(m), count](
         left, right, TensorDescriptor.from_tensor(out, [1, tile, tile]),
         added[0], added[-1], alpha, beta, gamma, diagonal, m, a.shape[1 if tall else 2],
         terms=len(plus), tall=tall, TILE=tile, STEP=step, num_stages=stages, num_warps=warps,

@@ -42,7 +42,7 @@ class Unbroken(io.TextIOBase):
         return self._file.fileno()
 
     @property
-    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def encoding(self) -> str:  # pyrefly: ignore[bad-override]
         return self._file.encoding
 
     def _try(self, action: Callable[[], Any]) -> Any:

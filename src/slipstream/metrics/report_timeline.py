@@ -54,7 +54,7 @@ def spans(event: Event) -> list[Bar]:
     """The well-formed rows of the event, in order of their start."""
     rows = event.get("spans")
     found = [tuple(row) for row in rows if _well_formed(row)] if isinstance(rows, list) else []
-    return sorted(found, key=lambda row: row[6])  # pyright: ignore[reportReturnType]
+    return sorted(found, key=lambda row: row[6])
 
 
 def _well_formed(row: Any) -> bool:

@@ -282,7 +282,7 @@ class HuggingFaceStage(nn.Module):
         if not self.last:
             return x, sums
         loss = balance.coefficient * balance_loss(sums, balance.experts_per_token)
-        return AddLoss.apply(x, loss, self.auxiliary_weight)  # pyright: ignore[reportReturnType]
+        return AddLoss.apply(x, loss, self.auxiliary_weight)
 
 
 def loaded(weights: Mapping[str, Tensor], described: Mapping[str, Any], vocab: int, place: str) -> nn.Module:

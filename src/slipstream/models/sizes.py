@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import Field, dataclass, fields, replace
 from sys import float_info
+from typing import Any
 
 from slipstream.errors import ConfigError, UserError
 
@@ -111,10 +112,10 @@ def _wrong_kind(config: ModelConfig, field: Field) -> str:
 
 
 def _qwen3(
-    dim: int, layers: int, heads: int, ffn: int, *, kv_heads: int = 8, tied: bool = False, **experts: int
+    dim: int, layers: int, heads: int, ffn: int, *, kv_heads: int = 8, tied: bool = False, **experts: Any
 ) -> ModelConfig:
-    shape = {"head_width": 128, "qk_norm": True, "rope_theta": 1e6, "norm_eps": 1e-6}
-    return ModelConfig(151936, dim, layers, heads, kv_heads, ffn, tied=tied, **shape, **experts)  # pyright: ignore
+    shape: dict[str, Any] = {"head_width": 128, "qk_norm": True, "rope_theta": 1e6, "norm_eps": 1e-6}
+    return ModelConfig(151936, dim, layers, heads, kv_heads, ffn, tied=tied, **shape, **experts)
 
 
 PRESETS: dict[str, ModelConfig] = {
@@ -177,13 +178,13 @@ PRESETS: dict[str, ModelConfig] = {
 }
 
 
-def preset(name: str, **overrides: object) -> ModelConfig:
+def preset(name: str, **overrides: Any) -> ModelConfig:
     """The preset called `name`, with some fields replaced."""
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
         raise UserError(f"There is no model preset '{name}'.{hint} Presets: {', '.join(PRESETS)}.")
-    return replace(PRESETS[name], **overrides)  # pyright: ignore[reportArgumentType]
+    return replace(PRESETS[name], **overrides)
 
 
 @dataclass(frozen=True)

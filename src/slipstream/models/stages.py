@@ -105,7 +105,7 @@ class Stage(nn.Module):
 @cache
 def _rotary_table_outside_graphs() -> Callable[..., tuple[Tensor, Tensor]]:
     """Compiled together, every layer would take cosines again instead of reading them."""
-    return torch.compiler.disable(rotary_table)  # pyright: ignore[reportReturnType]
+    return torch.compiler.disable(rotary_table)
 
 
 def document_numbers(tokens: Tensor, end_of_document: int) -> Tensor:
@@ -139,7 +139,7 @@ def build_stage(
         )
     stage = Stage(config, first_layer, last_layer, embedding=embedding, head=head, device=device)
     for name, parameter in stage.named_parameters():
-        parameter.slipstream_role = _role(name, parameter)  # pyright: ignore[reportAttributeAccessIssue]
+        parameter.slipstream_role = _role(name, parameter)  # pyrefly: ignore[missing-attribute]
     if torch.device(device).type != "meta":
         initialise(stage, config, seed)
     return stage

@@ -46,7 +46,7 @@ class CappedAdamW(AdamW):
         super().__init__([{**group, "cap": cap, "basis": basis} for group in groups], **options)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = super().step(closure)
         for group in self.param_groups:
             if group["role"] == "matrices":

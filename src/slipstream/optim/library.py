@@ -56,7 +56,7 @@ class LibraryOptimizer(Optimizer):
         self._connect(self.param_groups)  # a copy steps with parts of its own
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyrefly: ignore[bad-override]
         loss = None
         if closure is not None:
             with torch.enable_grad():

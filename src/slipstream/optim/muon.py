@@ -135,7 +135,7 @@ class Muon(Optimizer):
         return state
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyrefly: ignore[bad-override]
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -32,9 +32,10 @@ def velocity(optimizer: Optimizer, params: Sequence[Parameter]) -> list[Tensor]:
     """One new local tensor for each of `params`."""
     if isinstance(optimizer, HasVelocity):
         return optimizer.velocity(params)
-    if type(optimizer) not in _TORCH:
-        raise no_velocity(type(optimizer).__name__)
-    rule = RULES[_TORCH[type(optimizer)]]
+    kind: Any = type(optimizer)
+    if kind not in _TORCH:
+        raise no_velocity(kind.__name__)
+    rule = RULES[_TORCH[kind]]
     return [rule(group, state) for group, state in groups_and_states(optimizer, params)]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from sys import float_info
+from typing import Any
 
 from slipstream.errors import UserError, did_you_mean
 from slipstream.formats import parse_toml
@@ -102,9 +103,9 @@ class Cluster:
 
 
 def _preset(name: str, tflops: float, gib: float, tb_per_second: float, intra_gb: float, inter_gb: float,
-            source: str, **rest: float | int) -> Device:  # fmt: skip
+            source: str, **rest: Any) -> Device:  # fmt: skip
     return Device(name, tflops * 1e12, gib * GIB, tb_per_second * 1e12, intra_bandwidth=intra_gb * 1e9,
-                  inter_bandwidth=inter_gb * 1e9, source=source, **rest)  # fmt: skip # pyright: ignore
+                  inter_bandwidth=inter_gb * 1e9, source=source, **rest)  # fmt: skip
 
 
 # Memory is what the driver reports, a little under the figure on the label.
@@ -141,8 +142,8 @@ def find_device(name: str, **changes: float | int | None) -> Device:
             f"There is no device preset '{name}'.{did_you_mean(name, PRESETS)} Presets: {', '.join(PRESETS)}; "
             "or give a .toml file with name, peak_flops and memory_bytes."
         )
-    given = {key: value for key, value in changes.items() if value is not None}
-    return replace(device, **given)  # pyright: ignore[reportArgumentType]
+    given: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
+    return replace(device, **given)
 
 
 def _from_file(path: Path) -> Device:
@@ -159,4 +160,5 @@ def _from_file(path: Path) -> Device:
             raise UserError(f"{path}: a device has no '{key}'.{hint} Keys: {', '.join(sorted(known))}.")
     if "peak_flops" not in table:
         raise UserError(f"{path}: peak_flops is missing (dense 16-bit operations per second).")
-    return Device(**{"name": path.stem, **table})
+    given: dict[str, Any] = {"name": path.stem, **table}
+    return Device(**given)

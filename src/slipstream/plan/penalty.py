@@ -18,6 +18,7 @@ from importlib.resources import files
 from itertools import pairwise
 from math import inf, log
 from pathlib import Path
+from typing import Any
 
 from slipstream.errors import UserError
 from slipstream.formats import parse_json
@@ -92,7 +93,7 @@ def write_penalties(path: Path, measured: Sequence[Penalty]) -> list[Penalty]:
 
     An entry is replaced by one for the same optimizer, correction, old part, batch and model, to 5 % in size.
     """
-    table = {"about": _ABOUT, "entries": []}
+    table: dict[str, Any] = {"about": _ABOUT, "entries": []}
     if path.exists():
         load_penalties(path)  # refuses what is no table
         table = json.loads(path.read_text(encoding="utf-8"))

@@ -10,9 +10,10 @@ and keeps the batch exactly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 from slipstream.errors import UserError
 from slipstream.models.sizes import active_parameters, flops_per_token, parameters
@@ -149,7 +150,7 @@ def _nearest(job: Job, forced: dict[str, object]) -> str:
     for count in range(1, len(forced) + 1):
         found = []
         for freed in combinations(forced, count):
-            relaxed = replace(job, cluster=replace(job.cluster, jitter=0.0), **dict.fromkeys(freed))
+            relaxed = _free(replace(job, cluster=replace(job.cluster, jitter=0.0)), freed)
             try:
                 result = _search(relaxed)
             except UserError:  # another schedule would need a token penalty that no one has measured
@@ -159,7 +160,12 @@ def _nearest(job: Job, forced: dict[str, object]) -> str:
         if found:
             best = max(found, key=lambda layout: layout.score)
             return f"The nearest layout that works: {describe(best.shape)}."
-    return nothing_works(replace(job, **dict.fromkeys(forced)))
+    return nothing_works(_free(job, forced))
+
+
+def _free(job: Job, names: Iterable[str]) -> Job:
+    unset: dict[str, Any] = dict.fromkeys(names)
+    return replace(job, **unset)
 
 
 def _more_devices(job: Job) -> str:

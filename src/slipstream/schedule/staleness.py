@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from slipstream.schedule.actions import Action, Kind, Schedule, Weights
 
@@ -64,7 +64,8 @@ def with_versions(schedule: Schedule) -> Schedule:
     old = [reads(group, 0, schedule.old_part).index for group in range(schedule.groups)]
     fresh = [reads(group, last, schedule.old_part).index for group in range(schedule.groups)]
     ranks = []
-    update, make = Kind.UPDATE, tuple.__new__  # without the call between: there may be a million of them
+    make: Any = tuple.__new__  # without the call between: there may be a million of them
+    update = Kind.UPDATE
     for actions in schedule.ranks:
         updates: defaultdict[int, int] = defaultdict(int)  # stage -> updates done
         stash: dict[tuple[int, int, int | None], int] = {}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import cast
 
 from slipstream.study.sweep import Point
 from slipstream.study.worker import Report, serve
@@ -84,7 +85,7 @@ class Pool:
             return []
         ended = []
         for connection in wait(list(sources), timeout_seconds):
-            worker = sources[connection]  # pyright: ignore[reportArgumentType]
+            worker = sources[cast(Connection, connection)]
             point, worker.point = worker.point, None
             assert point is not None
             try:

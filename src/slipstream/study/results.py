@@ -209,7 +209,8 @@ def _of_row(row: Mapping[str, Any]) -> Result:
     curves = {name: [(_finite(x), _finite(y)) for x, y in row[name]] for name in ("validation", "training")}
     loss, settings = number(row.get("loss")), _checked(dict(row["settings"]))
     failed = row.get("failed") or ("" if loss is not None else "the loss is not finite")
-    result = Result(**{**row, **curves, "loss": loss, "settings": settings, "failed": failed})
+    checked: dict[str, Any] = {**row, **curves, "loss": loss, "settings": settings, "failed": failed}
+    result = Result(**checked)
     for name in ("digest", "run", "failed", "device", "data", "held_out", "commit", "source"):
         if not isinstance(getattr(result, name), str):
             raise ValueError(f"{name} is {getattr(result, name)!r:.40}, not a text")

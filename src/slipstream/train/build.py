@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -196,7 +196,7 @@ def preparation(config: Config) -> Callable[[nn.Module], Any] | None:
 def _compiled(module: nn.Module, how: bool | str, dynamic: bool | None) -> Any:
     """Layer by layer one graph serves them all, so compiling takes seconds at any depth; as one graph a residual
     is added where the next norm reads it and the host has less to do, which counts in small models."""
-    layers: dict[str, nn.Module] = dict(module.layers.items())  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    layers: dict[str, nn.Module] = dict(cast(nn.ModuleDict, module.layers).items())
     if isinstance(module, Stage):
         module.prepare_for_compiler()
     if how == "stage" or (how is True and (len(layers) <= DEEP or not isinstance(module, Stage))):

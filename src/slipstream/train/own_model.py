@@ -119,7 +119,7 @@ class OwnModel:
                 and parameter.shape[0] == self.vocab
                 and not hasattr(parameter, "slipstream_role")
             ):
-                parameter.slipstream_role = "head"  # pyright: ignore[reportAttributeAccessIssue]
+                parameter.slipstream_role = "head"  # pyrefly: ignore[missing-attribute]
 
     @torch.no_grad()
     def _shapes(self) -> list[tuple[int, ...]]:
