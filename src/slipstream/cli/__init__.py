@@ -52,10 +52,8 @@ def main(argv: list[str] | None = None) -> None:
     if argv is None:  # a process of its own: a cluster's "time is up" ends it as Ctrl-C does
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.default_int_handler)
-    for stream in (
-        sys.stdout,
-        sys.stderr,
-    ):  # what a file or a folder is called may be no text of this terminal
+    for stream in (sys.stdout, sys.stderr):
+        # What a file or a folder is called may be no text of this terminal.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:

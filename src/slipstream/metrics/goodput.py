@@ -47,9 +47,8 @@ def goodput(faults: Faults, share: float | None = None) -> float:
         lost += faults.away
     else:
         lost += (1 - share) * max(0.0, faults.away - faults.restart)
-        lost += (
-            faults.restart if faults.away else 0.0
-        )  # to let the rank in again: it saves first, nothing is lost
+        # To let the rank in again: it saves first, nothing is lost.
+        lost += faults.restart if faults.away else 0.0
     return max(0.0, 1.0 - lost / faults.every)
 
 

@@ -35,9 +35,8 @@ class RMSNorm(nn.Module):
 def rotary_table(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin [T, h] of position * theta^(-2i/h), in float32; both halves of h hold the same angles."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return _rotary_table.__wrapped__(
-            length, head_dim, theta, device
-        )  # a graph outlives the cache's memory
+        # A graph outlives the cache's memory.
+        return _rotary_table.__wrapped__(length, head_dim, theta, device)
     return _rotary_table(length, head_dim, theta, device)
 
 

@@ -37,9 +37,8 @@ class Publication:
 
     banks: list[Tensor]
     new: list[Tensor]  # z_{g+1}
-    old: (
-        list[Tensor] | None
-    )  # z_g if a correction `needs_previous`; often the banks, so overwritten with them
+    # z_g if a correction `needs_previous`; often the banks, so overwritten with them
+    old: list[Tensor] | None
     optimizer: Optimizer
     params: list[Parameter]
     delay: int

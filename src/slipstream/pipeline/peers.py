@@ -105,9 +105,8 @@ class Peers:
     emulator, one stage). `ties`: lists of indices of parameters that are one weight."""
 
     sharded = False  # whether data ranks own different parameters: the same answer on all of them
-    in_step = (
-        False  # whether an update's collectives must stand at one place among all data ranks' microbatches
-    )
+    # Whether an update's collectives must stand at one place among all data ranks' microbatches.
+    in_step = False
     groups: Groups | None = None  # the process groups it uses
 
     def __init__(self, count: int, ties: Sequence[Sequence[int]] = ()) -> None:

@@ -23,10 +23,8 @@ from slipstream.schedule.cutover import free_cutover
 from slipstream.schedule.generate import GENERATORS, build
 from slipstream.schedule.simulate import simulate
 
-UPDATE_BYTES = {
-    "muon": 34,
-    "adamw": 38,
-}  # memory traffic of a step per parameter: gradient, master, state, bank
+# Memory traffic of a step per parameter: gradient, master, state, bank.
+UPDATE_BYTES = {"muon": 34, "adamw": 38}
 MOST_ACTIONS = 40_000  # simulated at once: about a tenth of a second
 BUBBLE = {  # fill and drain in units of the sum over the other stages' forward and backward
     "gpipe": 1.0, "1f1b": 1.0, "interleaved_1f1b": 0.5, "zb_h1": 1 / 3, "zbv": 1 / 6, "dualpipev": 1 / 6,

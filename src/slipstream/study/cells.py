@@ -27,9 +27,8 @@ class AxisRoles:
     reference: str = "sync"  # the mode gaps are taken to
     baseline: str = "delay"  # the mode whose gap is the whole, for the share recovered
     best: tuple[str, ...] = ()  # each cell takes the value with the lowest mean, on the seeds all have
-    length: str | None = (
-        None  # an axis of run lengths: the penalty is then read off final losses by length too
-    )
+    # An axis of run lengths: the penalty is then read off final losses by length too.
+    length: str | None = None
 
 
 @dataclass(frozen=True)

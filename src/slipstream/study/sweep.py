@@ -57,9 +57,8 @@ class Tune:
     over: Node
     then: Node
     like: Mapping[str, Mapping[str, str]]  # axis -> label -> the label whose choice it borrows
-    tune_with: Choice | None = (
-        None  # of `over` alone, on the axis TUNING: no table takes such a run for a whole one
-    )
+    # Of `over` alone, on the axis TUNING: no table takes such a run for a whole one.
+    tune_with: Choice | None = None
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from slipstream.errors import ConfigError, UserError
 from slipstream.optim.corrections import Correction, build_correction
 from slipstream.schedule.cutover import Cutover, default_cutover
 
-SCHEDULE = (
-    "1F1B"  # torchtitan cuts a model by its schedule's name: a stage on each rank, the loss on the last
-)
+# torchtitan cuts a model by its schedule's name: a stage on each rank, the loss on the last.
+SCHEDULE = "1F1B"
 
 
 @dataclass(kw_only=True, slots=True)

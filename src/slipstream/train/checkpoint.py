@@ -35,9 +35,8 @@ BEST = "best"  # a link to the checkpoint with the lowest validation loss, where
 T = TypeVar("T")
 LARGEST_STEP = 2**53  # the last whole number that a float counts to
 _NAME = re.compile(r"step-(\d+)")
-_PIECE = re.compile(
-    r"[A-Za-z0-9][A-Za-z0-9._-]*"
-)  # no separators: a manifest cannot point outside its folder
+# No separators: a manifest cannot point outside its folder.
+_PIECE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)

@@ -215,10 +215,8 @@ def pieces(
 
 def _in_pieces(tokenizer: Tokenizer, made: Iterator[int]) -> Iterator[str]:
     decode = tokenizer.decode
-    told, fresh = (
-        [],
-        [],
-    )  # tokens whose text is out, of which the last piece is kept: what follows may hang on it
+    # `told`: tokens whose text is out, of which the last piece is kept: what follows may hang on it.
+    told, fresh = [], []
     for token in made:
         fresh.append(token)
         before, text = decode(told), decode([*told, *fresh])

@@ -35,9 +35,8 @@ class Monitor:
 
     spike: float
     max_skipped: int
-    spike_fails_after: int | None = (
-        None  # from then on a spike is a failure too: there is something to go back to
-    )
+    # From then on a spike is a failure too: there is something to go back to.
+    spike_fails_after: int | None = None
     failed_at: int | None = None  # the first step of what failed
     failure: str = ""
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -102,9 +101,8 @@ class Best:
 def checksum(tensors: Iterable[Tensor]) -> str:
     """A hash of the bits of the tensors, in order."""
     pairs = [_sums(tensor) for tensor in tensors]
-    sums = (
-        torch.stack(pairs).cpu().numpy() if pairs else np.empty(0)
-    )  # one wait for the device, not one a tensor
+    # One wait for the device, not one a tensor.
+    sums = torch.stack(pairs).cpu().numpy() if pairs else np.empty(0)
     return hashlib.blake2b(sums.tobytes(), digest_size=8).hexdigest()
 
 

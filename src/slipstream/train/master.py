@@ -28,9 +28,8 @@ class Master:
 
     weights: dict[str, Tensor]
     config: Config
-    model: (
-        ModelConfig | None
-    )  # None: the user's own (config.model.module), or transformers' (config.model.hf)
+    # None: the user's own (config.model.module), or transformers' (config.model.hf).
+    model: ModelConfig | None
     step: int
     tokenizer: Path | None  # a tokenizer.json, where the run's data had one
     described: dict[str, Any] | None = None  # the config.json of a model of transformers

@@ -89,9 +89,8 @@ class OwnModel:
         """The shared parameters of which these stages hold a part: {tie: names here}."""
         here = {name for module in modules for name, _ in module.named_parameters(remove_duplicate=False)}
         found = {names[0]: [name for name in names if name in here] for names in self.ties}
-        alone = {
-            names[0] for names in self.ties if set(names) <= here
-        }  # one parameter, which is tied by itself
+        # One parameter, which is tied by itself.
+        alone = {names[0] for names in self.ties if set(names) <= here}
         return {tie: own for tie, own in found.items() if own and tie not in alone}
 
     def _cut(self, count: int, boundaries: list[int] | None) -> list[int]:
@@ -181,9 +180,8 @@ class TransformersModel(OwnModel):
         start = config.model.init_from
         model = build(self.described, self.vocab, None if start is None else Path(start))
         self._parts = Parts(model, self.place)
-        self._auxiliary_weight = (
-            1.0 / config.pipeline.microbatches
-        )  # as the engine scales a microbatch's loss
+        # As the engine scales a microbatch's loss.
+        self._auxiliary_weight = 1.0 / config.pipeline.microbatches
         if self._parts.balance is not None:
             self._check_balanced(config)
         if config.train.activation_checkpointing:

@@ -34,9 +34,8 @@ def blind_ranks(
     board: Board, position: Position, folder: Path, word: str, timeout_seconds: float
 ) -> tuple[list[str], str]:
     """Who sees another folder than the leader's; and the leader's host. All ranks get the same answer."""
-    patience = min(
-        PATIENCE_SECONDS, timeout_seconds / 2
-    )  # the others wait for the answer, and not for longer
+    # The others wait for the answer, and not for longer.
+    patience = min(PATIENCE_SECONDS, timeout_seconds / 2)
     ranks = range(position.stages * position.data_ranks)
     mark = folder / f".seen-by-all-{word}"
     if position.leader:
