@@ -59,9 +59,7 @@ def compare(config: Config, rounds: int, updates: int) -> dict[str, Any]:
         )
     if rounds < 1 or updates < 1:
         raise UserError(f"--rounds {rounds} and --updates {updates}: take 1 of each or more.")
-    assert config.pipeline.stages is not None
-    ranks = config.pipeline.stages * config.pipeline.data_ranks
-    with tempfile.TemporaryDirectory(prefix="slipstream-overhead-") as folder, RankPool(ranks) as pool:
+    with tempfile.TemporaryDirectory(prefix="slipstream-overhead-") as folder, RankPool(config.ranks) as pool:
         tree = _quiet(config, Path(folder), steps_of(rounds, updates)).model_dump()
         job = "slipstream.bench.overhead:take_turns"
         return _summary(pool.run(job, tree, updates, timeout=config.train.timeout_seconds * rounds))

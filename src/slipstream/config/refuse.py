@@ -28,13 +28,11 @@ def refused(given: Config, config: Config, model: ModelConfig | None, world: int
 
 def _ranks(config: Config, world: int | None) -> Iterator[str]:
     pipeline = config.pipeline
-    assert pipeline.stages is not None
-    ranks = pipeline.stages * pipeline.data_ranks
     exact = world is not None and pipeline.schedule != "emulate" and not pipeline.elastic
-    if exact and ranks != world:
+    if exact and config.ranks != world:
         yield (
-            f"{pipeline.stages} stages x {pipeline.data_ranks} data ranks need {ranks} ranks, and torchrun started "
-            f"{world}. Set pipeline.stages x pipeline.data_ranks = {world}, or nproc."
+            f"{config.stages} stages x {pipeline.data_ranks} data ranks need {config.ranks} ranks, and torchrun "
+            f"started {world}. Set pipeline.stages x pipeline.data_ranks = {world}, or nproc."
         )
 
 
@@ -57,7 +55,6 @@ def _without_checkpoints(given: Config) -> Iterator[str]:
 
 def _restarts(given: Config, config: Config) -> Iterator[str]:
     pipeline, restarts = config.pipeline, given.train.restarts
-    assert pipeline.stages is not None
     if pipeline.schedule == "emulate" and (pipeline.elastic or restarts):
         yield (
             "pipeline.elastic and train.restarts cannot take effect with pipeline.schedule=emulate, which runs in one "
@@ -74,8 +71,8 @@ def _restarts(given: Config, config: Config) -> Iterator[str]:
         )
     if restarts == 0:
         yield "pipeline.elastic cannot take effect with train.restarts = 0. Set train.restarts=3, say."
-    if pipeline.least_stages > pipeline.stages:
-        yield f"pipeline.least_stages = {pipeline.least_stages} is more than pipeline.stages = {pipeline.stages}."
+    if pipeline.least_stages > config.stages:
+        yield f"pipeline.least_stages = {pipeline.least_stages} is more than pipeline.stages = {config.stages}."
 
 
 def _optim(config: Config) -> Iterator[str]:
@@ -145,8 +142,7 @@ def _own_model(config: Config) -> Iterator[str]:
 
 def _layers(config: Config, model: ModelConfig) -> Iterator[str]:
     pipeline = config.pipeline
-    assert pipeline.stages is not None
-    modules = pipeline.stages * config.chunks
+    modules = config.stages * config.chunks
     if pipeline.boundaries is not None:
         bounds = pipeline.boundaries
         if len(bounds) != modules - 1:
@@ -166,9 +162,8 @@ def _layers(config: Config, model: ModelConfig) -> Iterator[str]:
 
 
 def _pipeline(config: Config) -> Iterator[str]:
-    pipeline = config.pipeline
-    stages, m = pipeline.stages, pipeline.microbatches
-    assert stages is not None
+    pipeline, stages = config.pipeline, config.stages
+    m = pipeline.microbatches
     if pipeline.schedule == "emulate":
         if stages != 1 or pipeline.data_ranks != 1:
             yield (

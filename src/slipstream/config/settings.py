@@ -282,6 +282,17 @@ class Config(Settings):
         return self.pipeline.schedule in SYNCHRONOUS
 
     @property
+    def stages(self) -> int:
+        """Pipeline stages of a resolved run."""
+        assert self.pipeline.stages is not None
+        return self.pipeline.stages
+
+    @property
+    def ranks(self) -> int:
+        """Processes of a resolved run."""
+        return self.stages * self.pipeline.data_ranks
+
+    @property
     def chunks(self) -> int:
         """Stage modules per rank."""
         return 2 if self.pipeline.schedule in TWO_CHUNK else 1

@@ -41,14 +41,12 @@ from slipstream.train.writer import Leader, Writer
 
 
 def position_of(config: Config, world: World | None) -> Position:
-    stages = config.pipeline.stages
-    assert stages is not None
     if world is None:
         return Position(0, 1, 1, True)
-    stage, _ = world.mesh(stages)
+    stage, _ = world.mesh(config.stages)
     # A V-shaped schedule folds back: its last module sits on the first rank.
-    last = 0 if config.pipeline.schedule == "zbv" else stages - 1
-    return Position(world.rank, stages, config.pipeline.data_ranks, stage == last)
+    last = 0 if config.pipeline.schedule == "zbv" else config.stages - 1
+    return Position(world.rank, config.stages, config.pipeline.data_ranks, stage == last)
 
 
 @contextmanager
@@ -224,8 +222,7 @@ def _pieces(config: Config, position: Position) -> tuple[str, ...]:
 
 
 def _machines(position: Position) -> int:
-    ranks = position.stages * position.data_ranks
-    return max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))  # torchrun says
+    return max(1, position.ranks // int(os.environ.get("LOCAL_WORLD_SIZE", position.ranks)))  # torchrun says
 
 
 def _open_records(
@@ -273,5 +270,5 @@ def _peak(config: Config, position: Position) -> float | None:
     if build.device(config).type != "cuda":
         return None
     peak = peak_flops(torch.cuda.get_device_name())
-    devices = min(position.stages * position.data_ranks, torch.cuda.device_count() * _machines(position))
+    devices = min(position.ranks, torch.cuda.device_count() * _machines(position))
     return None if peak is None else peak * devices

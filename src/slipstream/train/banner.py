@@ -50,9 +50,8 @@ def _old(config: Config) -> int | float | list[int]:
     pipeline = config.pipeline
     if pipeline.cutover is not None:
         return pipeline.cutover
-    assert pipeline.stages is not None
     emulated, m = pipeline.schedule == "emulate", pipeline.microbatches
-    return m if emulated else default_cutover(pipeline.stages, m)
+    return m if emulated else default_cutover(config.stages, m)
 
 
 def _schedule(config: Config) -> str:
@@ -72,7 +71,6 @@ def _schedule(config: Config) -> str:
 def facts(config: Config) -> dict[str, str]:
     """Derived quantities of a resolved run, by name."""
     train, pipeline, optim = config.train, config.pipeline, config.optim
-    assert pipeline.stages is not None
     tokens = train.steps * config.tokens_per_step
     if config.own_model:
         whose = "your own" if config.model.module is not None else "by transformers"
@@ -96,8 +94,7 @@ def facts(config: Config) -> dict[str, str]:
     return about | {
         "tokens per update": f"{config.tokens_per_step:,} ({pipeline.microbatches} microbatches x "
         f"{pipeline.microbatch_size} sequences x {config.data.sequence} tokens)",
-        "processes": f"{pipeline.stages * pipeline.data_ranks} "
-        f"({pipeline.stages} stages x {pipeline.data_ranks} data ranks)",
+        "processes": f"{config.ranks} ({config.stages} stages x {pipeline.data_ranks} data ranks)",
         "optimizer": _optimizer(config),
         "old part": old,
         "warm-up": f"{updates(optim.warmup, train.steps)} updates",

@@ -25,11 +25,10 @@ def with_cutover(config: Config, stored: Config | None) -> Config:
         return decided(config, all_old if kept is None else kept)
     if pipeline.schedule == "emulate":
         return config  # 2BW as it was published
-    assert pipeline.stages is not None
     m = pipeline.microbatches
     # A correction of the gradient itself needs the whole group at one bank.
     apart = config.optim.correction == "delay_compensation"
-    return decided(config, m if apart else default_cutover(pipeline.stages, m))
+    return decided(config, m if apart else default_cutover(config.stages, m))
 
 
 def decided(config: Config, cutover: int | float | list[int] | None) -> Config:

@@ -35,8 +35,7 @@ def fitted(config: Config, ranks: int) -> Config:
     """An elastic run with as many stages as `ranks` can hold; any other run as it is."""
     if not config.pipeline.elastic:
         return config
-    assert config.pipeline.stages is not None
-    most = min(config.pipeline.stages, ranks // config.pipeline.data_ranks)
+    most = min(config.stages, ranks // config.pipeline.data_ranks)
     found = feasible(config, most)
     if not found:
         raise UserError(
@@ -45,11 +44,6 @@ def fitted(config: Config, ranks: int) -> Config:
             "pipeline.least_stages."
         )
     return config.changed(pipeline={"stages": found[-1]})
-
-
-def ranks_of(config: Config) -> int:
-    assert config.pipeline.stages is not None
-    return config.pipeline.stages * config.pipeline.data_ranks
 
 
 class Places:
@@ -90,7 +84,7 @@ def supervise(pool: RankPool, stop: Stop, config: Config, command: str, say: Cal
     newest = newest_step(config)
     while True:
         now = fitted(config, len(places.up))
-        used = places.up[: ranks_of(now)]
+        used = places.up[: now.ranks]
         try:
             with _growing(pool, places, config, used, say) as grows:
                 reason = _run(pool, stop, config, command, used)
@@ -151,7 +145,7 @@ def _growing(
                 if pool.comes_up(place, COMING_UP_SECONDS) and not over.is_set():
                     places.back(place)
             wider = fitted(config, len(places.up))
-            if ranks_of(wider) > len(used) and not over.is_set():
+            if wider.ranks > len(used) and not over.is_set():
                 say(f"Place back: the run saves and goes on with {wider.pipeline.stages} stages.")
                 asked.set()
                 pool.ask_to_stop()

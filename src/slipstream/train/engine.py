@@ -95,13 +95,12 @@ def _pipelined(config: Config, model: build.Model, world: World, device: torch.d
     from slipstream.pipeline.runtime import Schedule2BW
     from slipstream.pipeline.torch_stage import Route, StageInfo
 
-    pipeline = config.pipeline
-    assert pipeline.stages is not None
-    index, _ = world.mesh(pipeline.stages)
-    (module,) = build.stage_modules(config, model, pipeline.stages, [index], device)
-    group, data_group = mesh_groups(world, pipeline.stages)
+    pipeline, stages = config.pipeline, config.stages
+    index, _ = world.mesh(stages)
+    (module,) = build.stage_modules(config, model, stages, [index], device)
+    group, data_group = mesh_groups(world, stages)
     return Schedule2BW(
-        StageInfo(module, index, pipeline.stages, device, group, Route()),
+        StageInfo(module, index, stages, device, group, Route()),
         **_options(config),
         in_flight=pipeline.in_flight,
         tied=tied_names(model, module),

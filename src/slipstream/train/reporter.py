@@ -47,6 +47,10 @@ class Position:
     def data_rank(self) -> int:
         return self.rank // self.stages
 
+    @property
+    def ranks(self) -> int:
+        return self.stages * self.data_ranks
+
 
 @dataclass
 class Pending:

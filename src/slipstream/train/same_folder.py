@@ -36,7 +36,7 @@ def blind_ranks(
     """Who sees another folder than the leader's; and the leader's host. All ranks get the same answer."""
     # The others wait for the answer, and not for longer.
     patience = min(PATIENCE_SECONDS, timeout_seconds / 2)
-    ranks = range(position.stages * position.data_ranks)
+    ranks = range(position.ranks)
     mark = folder / f".seen-by-all-{word}"
     if position.leader:
         mark.touch()

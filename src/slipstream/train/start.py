@@ -21,7 +21,7 @@ from slipstream.errors import StoppedError, UserError
 from slipstream.metrics.progress import unbroken_console
 from slipstream.train import preflight
 from slipstream.train.banner import banner
-from slipstream.train.elastic import fitted, ranks_of, supervise
+from slipstream.train.elastic import fitted, supervise
 from slipstream.train.sources import data_folder
 
 
@@ -52,7 +52,7 @@ def start(config: Config) -> str:
         except KeyboardInterrupt:
             asked.second()
             raise StoppedError("Stopped at once.") from None
-    nproc = ranks_of(config)
+    nproc = config.ranks
     with ExitStack() as stack:
         environment = None
         if config.pipeline.partitions:
@@ -78,7 +78,7 @@ def _under_torchrun(config: Config, command: str) -> str:
     ranks = int(os.environ["WORLD_SIZE"])
     config = preflight.prepare(config, world=ranks)
     now = fitted(config, ranks)  # an elastic run may have fewer stages at the moment
-    with initialise(used=ranks_of(now), timeout_seconds=config.train.timeout_seconds) as world:
+    with initialise(used=now.ranks, timeout_seconds=config.train.timeout_seconds) as world:
         if world.spare:
             world.wait_until_over()
             return "finished"

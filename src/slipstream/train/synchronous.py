@@ -57,13 +57,12 @@ class Synchronous(Engine):
 
     def __init__(self, config: Config, model: build.Model, world: World, device: torch.device) -> None:
         pipeline = config.pipeline
-        assert pipeline.stages is not None
-        rank, _ = world.mesh(pipeline.stages)
-        count = pipeline.stages * config.chunks
-        indices = held_by(pipeline.schedule, rank, pipeline.stages)
+        rank, _ = world.mesh(config.stages)
+        count = config.stages * config.chunks
+        indices = held_by(pipeline.schedule, rank, config.stages)
         self._m = pipeline.microbatches
         modules = build.stage_modules(config, model, count, indices, device)
-        group, data_group = mesh_groups(world, pipeline.stages)
+        group, data_group = mesh_groups(world, config.stages)
         bank_dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else None
         nothing_old = Cutover(self._m, 0, always)
         self._versions = [
@@ -80,7 +79,7 @@ class Synchronous(Engine):
             by_name = dict(zip(names, parameters, strict=True))
             grid = grid_of(by_name, None, data_group)
             peers = Mesh(
-                parameters, ties, place(modules, by_name, grid), grid, stage=rank, stages=pipeline.stages, group=group,
+                parameters, ties, place(modules, by_name, grid), grid, stage=rank, stages=config.stages, group=group,
                 data_group=data_group, device=device, timeout_seconds=config.train.timeout_seconds,
             )  # fmt: skip
         self.optimizer = build.optimizer_factory(config)(nn.ModuleList(modules))
@@ -109,8 +108,8 @@ class Synchronous(Engine):
         self._loss = build.loss_function(config)
         placed = {
             index: other
-            for other in range(pipeline.stages)
-            for index in held_by(pipeline.schedule, other, pipeline.stages)
+            for other in range(config.stages)
+            for index in held_by(pipeline.schedule, other, config.stages)
         }
         ranks = dist.get_process_group_ranks(group)
         self._owners, self._pipeline = [ranks[placed[index]] for index in range(count)], group

@@ -215,7 +215,7 @@ class _Saver:
             return
         while self._hashed:
             step, position = self._hashed[0], self._parts.position
-            keys = [f"hash/{step}/{rank}" for rank in range(position.stages * position.data_ranks)]
+            keys = [f"hash/{step}/{rank}" for rank in range(position.ranks)]
             found = self._parts.board.wait(*keys) if finish else self._parts.board.read(*keys)
             if found is None:
                 return
