@@ -6,12 +6,11 @@ Where an optimizer is one for matrices, the rest goes to AdamW with `adamw_lr` (
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.errors import UserError
+from slipstream.errors import UserError, did_you_mean
 
 ADAMW_REST = {"adamw_lr": None, "adamw_betas": (0.9, 0.95), "adamw_eps": 1e-8}
 
@@ -101,14 +100,11 @@ def check_options(optimizer: str, given: Iterable[str]) -> None:
     known = [*OPTIMIZERS[optimizer].options, "decay"]
     for option in given:
         if option not in known:
-            near = difflib.get_close_matches(option, known, 1)
-            hint = f"Did you mean {near[0]!r}? " if near else ""
-            raise UserError(f"{optimizer} has no option {option!r}. {hint}It has {', '.join(known)}.")
+            hint = did_you_mean(option, known)
+            raise UserError(f"{optimizer} has no option {option!r}.{hint} It has {', '.join(known)}.")
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """What to say of a name that nobody has."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"Did you mean {near[0]!r}? " if near else ""
-    return f"No {what} is called {name!r}. {hint}There are {', '.join(known)}."
+    return f"No {what} is called {name!r}.{did_you_mean(name, known)} There are {', '.join(known)}."

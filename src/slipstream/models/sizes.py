@@ -10,12 +10,11 @@ counted over the keys a token may see: (T + 1) / 2 on average under the causal m
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import Field, dataclass, fields, replace
 from sys import float_info
 from typing import Any
 
-from slipstream.errors import ConfigError, UserError
+from slipstream.errors import ConfigError, UserError, did_you_mean
 
 LARGEST = 2**40  # of any size of a model
 
@@ -181,8 +180,7 @@ PRESETS: dict[str, ModelConfig] = {
 def preset(name: str, **overrides: Any) -> ModelConfig:
     """The preset called `name`, with some fields replaced."""
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
+        hint = did_you_mean(name, PRESETS)
         raise UserError(f"There is no model preset '{name}'.{hint} Presets: {', '.join(PRESETS)}.")
     return replace(PRESETS[name], **overrides)
 
@@ -245,18 +243,14 @@ def layer_cost(config: ModelConfig, sequence: int) -> Cost:
 
 def parameters(config: ModelConfig) -> int:
     """Distinct parameters: a tied head is not counted a second time."""
-    return _count(config, "parameters")
+    total = config.layers * layer_cost(config, 1).parameters + head_cost(config).parameters
+    return total if config.tied else total + embedding_cost(config).parameters
 
 
 def active_parameters(config: ModelConfig) -> int:
     """Parameters one token is multiplied with (all but the embedding, for a dense model)."""
     layers = config.layers * layer_cost(config, 1).active_parameters
     return layers + head_cost(config).active_parameters
-
-
-def _count(config: ModelConfig, field: str) -> int:
-    total = config.layers * getattr(layer_cost(config, 1), field) + getattr(head_cost(config), field)
-    return total if config.tied else total + getattr(embedding_cost(config), field)
 
 
 def forward_flops_per_token(config: ModelConfig, sequence: int) -> float:

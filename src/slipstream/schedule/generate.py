@@ -6,11 +6,10 @@ returns carries the weight versions that `staleness.py` assigns, and passes `val
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from slipstream.errors import UserError
+from slipstream.errors import UserError, did_you_mean
 from slipstream.schedule import asynchronous, synchronous, zero_bubble
 from slipstream.schedule.actions import Action, Schedule, Weights, group_updates
 from slipstream.schedule.staleness import with_versions
@@ -60,8 +59,7 @@ def canonical(name: str) -> str:
     full = ALIASES.get(name, name)
     if full in GENERATORS:
         return full
-    near = difflib.get_close_matches(name, [*GENERATORS, *ALIASES], n=1)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
+    hint = did_you_mean(name, [*GENERATORS, *ALIASES])
     raise UserError(f"There is no schedule '{name}'.{hint} Choose from: {', '.join(GENERATORS)}.")
 
 
