@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import errno
 import io
-import os
 import signal
 import sys
 from importlib import import_module
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -63,6 +62,8 @@ def main(argv: list[str] | None = None) -> None:
     except UserError as error:
         _fail(str(error))
     except BrokenPipeError:  # `| head`: nobody wants the rest
+        from slipstream.metrics.progress import discard
+
         discard(sys.stdout)
         sys.exit(CLOSED_PIPE)
     except OSError as error:
@@ -70,12 +71,6 @@ def main(argv: list[str] | None = None) -> None:
             raise
         where = f"{error.filename}: " if error.filename is not None else ""
         _fail(f"{where}{error.strerror}. Name another place, or make room there.")
-
-
-def discard(stream: TextIO) -> None:
-    """Point a stream at nothing: what is still in its buffer cannot be written at the end of the process."""
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _fail(message: str) -> None:
