@@ -6,7 +6,6 @@ own logs, are cut back to the checkpoint (`cut_back`): lines of later steps desc
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 
 from slipstream.formats import parse_json
 from slipstream.metrics.append import Appending
-from slipstream.metrics.events import EVENTS_FILE, number
+from slipstream.metrics.events import EVENTS_FILE, Event, number, parse_lines
 
 RETRY_SECONDS = 0.2
 _STEP_LINE = re.compile(r"step (\d+)  ")  # of a rank's log
@@ -38,13 +37,9 @@ class Recorder:
     """Appends events; safe to use from the checkpoint thread. A disk that is full for a moment holds nothing up."""
 
     def __init__(
-        self,
-        folder: Path,
-        trackers: tuple[Tracker, ...] = (),
-        patience_seconds: float = 0.0,
-        warn: Callable[[str], None] = lambda text: None,
+        self, folder: Path, trackers: tuple[Tracker, ...] = (), patience_seconds: float = 0.0
     ) -> None:
-        self._file = Appending(folder / EVENTS_FILE, patience_seconds, warn)
+        self._file = Appending(folder / EVENTS_FILE, patience_seconds)
         self._trackers = trackers
         self._changed = threading.Condition()
         self._step = 0  # the newest whose event is in the file
@@ -149,12 +144,8 @@ def _cut_events(folder: Path, step: int, again: Sequence[str]) -> Cut:
 
 def finished_at(folder: Path) -> int | None:
     """The step at which the run in this folder ended, as its log says."""
-    found = None
-    for line in _lines(folder):
-        if line.startswith('{"event": "finish"'):
-            with contextlib.suppress(ValueError):
-                found = parse_json(line).get("step", found)
-    return found
+    finished = events_of(folder, "finish")
+    return finished[-1].get("step") if finished else None
 
 
 def has_event(folder: Path, event: str, step: int) -> bool:
@@ -163,14 +154,10 @@ def has_event(folder: Path, event: str, step: int) -> bool:
     return any(line.startswith(start) for line in _lines(folder))
 
 
-def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+def events_of(folder: Path, kind: str) -> list[Event]:
     """The events of one kind that are on record; what cannot be read is left out."""
-    found = []
-    for line in _lines(folder):
-        if line.startswith(f'{{"event": "{kind}",'):
-            with contextlib.suppress(ValueError):
-                found.append(parse_json(line))
-    return [event for event in found if isinstance(event, dict)]
+    start = f'{{"event": "{kind}",'
+    return parse_lines(line for line in _lines(folder) if line.startswith(start))[0]
 
 
 def _lines(folder: Path) -> list[str]:
