@@ -15,9 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from slipstream.errors import UserError
-from slipstream.formats import parse_toml
 from slipstream.metrics import watch as live
-from slipstream.metrics.events import EVENTS_FILE, Run, number, read_run
+from slipstream.metrics.events import EVENTS_FILE, Run, number, read_run, values
 from slipstream.metrics.pulse import is_held, pulse
 from slipstream.metrics.report import write_report
 from slipstream.metrics.report_columns import duration, labels, si
@@ -43,7 +42,7 @@ def runs(
     """
     found = [run for place in places or [Path("runs")] for run in find(place)]
     if tag is not None:
-        found = [run for run in found if tag in _settings(run).get("run.tags", [])]
+        found = [run for run in found if tag in run.settings.get("run.tags", [])]
     if not found:
         where = ", ".join(map(str, places or ["runs"]))
         raise UserError(
@@ -110,11 +109,8 @@ def find(place: Path) -> list[Run]:
 
 def describe(run: Run, label: str) -> dict[str, Any]:
     """The figures of one run; None where it has none."""
-    settings, finish, steps = _settings(run), run.last("finish"), run.surviving("step")
-    losses = [
-        value for event in run.surviving("validation") if (value := number(event.get("loss"))) is not None
-    ]
-    speeds = [value for event in steps if (value := number(event.get("tokens_per_second"))) is not None]
+    settings, finish, steps = run.settings, run.last("finish"), run.surviving("step")
+    losses, speeds = values(run.surviving("validation"), "loss"), values(steps, "tokens_per_second")
     last = steps[-1] if steps else {}
     tags = settings.get("run.tags")
     return {
@@ -136,19 +132,9 @@ def describe(run: Run, label: str) -> dict[str, Any]:
 
 def differences(found: list[Run]) -> dict[str, list[Any]]:
     """Settings that are not the same in all runs, and each run's value."""
-    settings = [_settings(run) for run in found]
-    keys = dict.fromkeys(key for one in settings for key in one if key not in NOT_COMPARED)
-    values = {key: [one.get(key) for one in settings] for key in keys}
-    return {key: own for key, own in values.items() if any(value != own[0] for value in own)}
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    try:
-        tree = parse_toml(run.config)
-    except ValueError:
-        return {}
-    sections = ((section, values) for section, values in tree.items() if isinstance(values, dict))
-    return {f"{section}.{name}": value for section, values in sections for name, value in values.items()}
+    keys = dict.fromkeys(key for run in found for key in run.settings if key not in NOT_COMPARED)
+    by_run = {key: [run.settings.get(key) for run in found] for key in keys}
+    return {key: own for key, own in by_run.items() if any(value != own[0] for value in own)}
 
 
 WORDS = {

@@ -13,11 +13,12 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from slipstream.errors import UserError
-from slipstream.formats import parse_json
+from slipstream.formats import parse_json, parse_toml
 
 EVENTS_FILE = "events.jsonl"
 Event = dict[str, Any]
@@ -36,6 +37,16 @@ class Run:
     @property
     def name(self) -> str:
         return self.path.resolve().name
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """What config.toml says, by dotted keys; nothing where it cannot be read."""
+        try:
+            tree = parse_toml(self.config)
+        except ValueError:
+            return {}
+        sections = ((section, values) for section, values in tree.items() if isinstance(values, dict))
+        return {f"{section}.{name}": value for section, values in sections for name, value in values.items()}
 
     @property
     def status(self) -> str:
@@ -95,6 +106,11 @@ def number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         return None
     return float(value)
+
+
+def values(rows: Iterable[Event], key: str) -> list[float]:
+    """The numbers under a key, row by row; a row without one is left out."""
+    return [value for row in rows if (value := number(row.get(key))) is not None]
 
 
 def columns(

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from slipstream.metrics.events import Run, number
+from slipstream.metrics.events import Event, Run, values
 
 WELL, STALLED, FAILED, TO_RESUME = 0, 1, 2, 75
 LEAST_SECONDS = 60.0  # without a step before a run counts as stalled, however quick its steps are
@@ -49,7 +49,7 @@ def pulse(run: Run, held: bool, now: float) -> Pulse:
             why = (str(run.last("error").get("message") or "").splitlines() or [""])[0]
             return Pulse(f"failed at step {step}, {kept}: {why}", FAILED)
         return Pulse(f"not running, not finished: step {step}, {kept}", TO_RESUME)
-    times = [at for event in run.events if (at := number(event.get("time"))) is not None]
+    times = values(run.events, "time")
     silent = now - times[-1] if times else 0.0
     limit = max(LEAST_SECONDS, MANY_STEPS * _usual_seconds(steps))
     if silent > limit:
@@ -57,7 +57,6 @@ def pulse(run: Run, held: bool, now: float) -> Pulse:
     return Pulse(f"running: step {step}, {kept}, last written {silent:.0f} s ago", WELL)
 
 
-def _usual_seconds(steps: list[dict]) -> float:
-    times = [at for event in steps[-50:] if (at := number(event.get("time"))) is not None]
-    gaps = [after - before for before, after in pairwise(times)]
+def _usual_seconds(steps: list[Event]) -> float:
+    gaps = [after - before for before, after in pairwise(values(steps[-50:], "time"))]
     return median(gaps) if gaps else 0.0

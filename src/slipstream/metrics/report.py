@@ -17,7 +17,7 @@ from typing import Any
 
 from slipstream.formats import parse_toml
 from slipstream.metrics import goodput
-from slipstream.metrics.events import Event, Run, number, read_run
+from slipstream.metrics.events import Event, Run, number, read_run, values
 from slipstream.metrics.events import columns as columns_of
 from slipstream.metrics.report_columns import Columns, duration, labels, numbers, shape, si
 from slipstream.metrics.report_page import Chart, Part, Section, Series, Table, Text, Tiles, page
@@ -78,8 +78,8 @@ def sections(runs: Sequence[Run]) -> list[Section]:
 
 def _median(rows: Iterable[Event], key: str) -> float | None:
     """Median over the second half of the run: start-up and compilation are not its speed."""
-    values = [value for row in rows if (value := number(row.get(key))) is not None]
-    return statistics.median(values[len(values) // 2 :]) if values else None
+    found = values(rows, key)
+    return statistics.median(found[len(found) // 2 :]) if found else None
 
 
 def headline(column: Columns) -> list[tuple[str, str, str]]:

@@ -18,8 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.errors import UserError
-from slipstream.formats import parse_toml
-from slipstream.metrics.events import Event, Follower, Run, number, read_run
+from slipstream.metrics.events import Event, Follower, Run, number, read_run, values
 from slipstream.metrics.report_columns import duration, shape, si
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -33,7 +32,8 @@ def watch(folder: str | Path, console: Console, *, once: bool = False, interval:
     if not 0 < interval <= LONGEST_INTERVAL:
         raise UserError(f"--interval {interval:g} must be above 0 and at most {LONGEST_INTERVAL} seconds.")
     run = read_run(folder)
-    total = _planned_steps(run)
+    planned = run.settings.get("train.steps")
+    total = planned if isinstance(planned, int) and planned > 0 else None
     if once:
         console.print(frame(run, total, console.width, time.time()))
         return
@@ -71,11 +71,9 @@ def frame(run: Run, total: int | None, width: int, now: float) -> RenderableType
     table.add_column(no_wrap=True)
     chart = max(10, width - 40)
     for label, key, show in CURVES:
-        values = [value for row in steps if (value := number(row.get(key))) is not None]
-        if values:
-            table.add_row(label, show(values[-1]), Text(sparkline(values, chart), "cyan"))
-    losses = [value for row in validation if (value := number(row.get("loss"))) is not None]
-    if losses:
+        if figures := values(steps, key):
+            table.add_row(label, show(figures[-1]), Text(sparkline(figures, chart), "cyan"))
+    if losses := values(validation, "loss"):
         table.add_row("validation", f"{losses[-1]:.4f}", Text(sparkline(losses, chart), "magenta"))
     rows.append(table)
     if stages := _stages(last):
@@ -163,12 +161,3 @@ def _stages(last: Event) -> Table | None:
     if len(busy) > 16:
         table.add_row(Text(f"… {len(busy) - 16} more stages", "dim"), "", "", "")
     return table
-
-
-def _planned_steps(run: Run) -> int | None:
-    """The run's length, from its resolved config."""
-    try:
-        steps = parse_toml(run.config).get("train", {}).get("steps")
-    except (ValueError, AttributeError):
-        return None
-    return steps if isinstance(steps, int) and steps > 0 else None

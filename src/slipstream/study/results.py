@@ -21,7 +21,7 @@ from slipstream.config import from_tree
 from slipstream.config.load import keys
 from slipstream.errors import UserError
 from slipstream.formats import parse_json, parse_toml
-from slipstream.metrics.events import Run, number, read_run
+from slipstream.metrics.events import Run, number, read_run, values
 from slipstream.study.sweep import Point, digest, settings
 
 FAILED_FILE = "failed.json"
@@ -112,9 +112,7 @@ def read_folder(folder: Path) -> Result | None:
     except (UserError, ValueError):
         return None  # of another version: run again
     loss, steps = number(finish.get("validation_loss")), run.surviving("step")
-    speeds = [
-        v for row in steps[len(steps) // 2 :] if (v := number(row.get("tokens_per_second"))) is not None
-    ]
+    speeds = values(steps[len(steps) // 2 :], "tokens_per_second")
     environment = run.environment
     data, versions = (
         found if isinstance(found := environment.get(key), dict) else {} for key in ("data", "versions")
