@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from pathlib import Path
-from statistics import fmean, median, variance
+from statistics import fmean, linear_regression, median, variance
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.errors import UserError
@@ -228,14 +228,12 @@ def fit_runtime(
 
 def fit_line(points: Mapping[float, float]) -> tuple[float, float]:
     """Least squares of y = a + b x with a, b >= 0: what a call costs, and what a unit costs."""
-    count = len(points)
-    mean_x, mean_y = sum(points) / count, sum(points.values()) / count
-    spread = sum((x - mean_x) ** 2 for x in points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points.items()) / spread if spread else 0.0
-    slope = max(slope, 0.0)
-    intercept = mean_y - slope * mean_x
+    xs, ys = list(points), list(points.values())
+    slope, intercept = linear_regression(xs, ys)
+    if slope < 0.0:
+        return fmean(ys), 0.0
     if intercept < 0.0:  # through the origin instead
-        return 0.0, sum(x * y for x, y in points.items()) / sum(x * x for x in points)
+        return 0.0, linear_regression(xs, ys, proportional=True).slope
     return intercept, slope
 
 
