@@ -113,16 +113,12 @@ def _pipelined(config: Config, model: build.Model, world: World, device: torch.d
 
 def mesh_groups(world: World, stages: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
     """(this pipeline, this stage's data ranks). Groups are made by all ranks in one order."""
-    pipeline, data = None, None
-    for first in range(0, world.size, stages):
-        ranks = list(range(first, first + stages))
-        made = dist.new_group(ranks)
-        pipeline = made if world.rank in ranks else pipeline
+    pipelines = [list(range(first, first + stages)) for first in range(0, world.size, stages)]
+    pipeline, _ = dist.new_subgroups_by_enumeration(pipelines)
+    data = None
     if world.size > stages:
-        for stage in range(stages):
-            ranks = list(range(stage, world.size, stages))
-            made = dist.new_group(ranks)
-            data = made if world.rank in ranks else data
+        data_ranks = [list(range(stage, world.size, stages)) for stage in range(stages)]
+        data, _ = dist.new_subgroups_by_enumeration(data_ranks)
     assert isinstance(pipeline, dist.ProcessGroup)
     return pipeline, data if isinstance(data, dist.ProcessGroup) else None
 
