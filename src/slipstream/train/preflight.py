@@ -21,8 +21,6 @@ from slipstream.train import url
 from slipstream.train.claim import refuse_foreign
 from slipstream.train.sources import data_folder, datasets
 
-TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}  # name -> the module it needs
-
 
 def prepare(config: Config, *, world: int | None = None) -> Config:
     """The resolved run, with the shape of model.init_from and the vocabulary of the data."""
@@ -79,7 +77,7 @@ def check(config: Config) -> None:
     """Refuse what cannot work here. Of a resolved run; nothing is written."""
     refuse_foreign(Path(config.run.dir))
     for name in config.train.trackers:
-        if find_spec(TRACKERS[name]) is None:
+        if find_spec(name) is None:
             raise UserError(f"train.trackers names {name}, which is not installed. {install(name)}")
     if config.train.device == "cuda" and cpu_only():
         raise UserError(

@@ -15,7 +15,12 @@ def open_trackers(config: Config, folder: Path, step: int) -> tuple[Tracker, ...
     """For a run that goes on after `step`."""
     made: list[Tracker] = []
     for name in config.train.trackers:
-        made.append(_TensorBoard(config, folder, step) if name == "tensorboard" else _WandB(config, folder))
+        try:
+            made.append(
+                _TensorBoard(config, folder, step) if name == "tensorboard" else _WandB(config, folder)
+            )
+        except ImportError:
+            raise UserError(f"train.trackers names {name}, which is not installed. {install(name)}") from None
     return tuple(made)
 
 
@@ -32,12 +37,8 @@ def _scalars(event: dict[str, Any]) -> dict[str, float]:
 
 class _TensorBoard:
     def __init__(self, config: Config, folder: Path, step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UserError(
-                f"train.trackers names tensorboard, which is not installed. {install('tensorboard')}"
-            ) from None
+        from torch.utils.tensorboard import SummaryWriter
+
         # What was told of later steps, before a kill, is hidden.
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         title = " ".join([config.run.name or folder.name, *(f"#{tag}" for tag in config.run.tags)])
@@ -53,12 +54,8 @@ class _TensorBoard:
 
 class _WandB:
     def __init__(self, config: Config, folder: Path) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise UserError(
-                f"train.trackers names wandb, which is not installed. {install('wandb')}"
-            ) from None
+        import wandb
+
         self._run = wandb.init(
             project="slipstream",
             name=config.run.name or folder.name,
