@@ -1,4 +1,5 @@
-"""JSON and TOML text as plain values. Invariant: whatever is wrong with the text is a `ValueError`.
+"""JSON and TOML text as plain values, and numbers as short texts. Invariant: whatever is wrong with a text that is read
+is a `ValueError`.
 
 The readers of Python's library call themselves for each bracket inside a bracket: a file of nothing else ends in a
 `RecursionError`, which no reader of a file expects.
@@ -23,3 +24,13 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("brackets are nested too deeply") from None
+
+
+def si(value: float | None) -> str:
+    """1234567 -> '1.23M'."""
+    if value is None:
+        return "–"
+    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{letter}"
+    return f"{value:.4g}"

@@ -15,11 +15,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from slipstream.errors import UserError
+from slipstream.formats import si
 from slipstream.metrics import watch as live
 from slipstream.metrics.events import EVENTS_FILE, Run, number, read_run, values
 from slipstream.metrics.pulse import is_held, pulse
 from slipstream.metrics.report import write_report
-from slipstream.metrics.report_columns import duration, labels, si
+from slipstream.metrics.report_columns import duration, labels
 
 NOT_COMPARED = ("run.dir", "run.name", "run.tags")
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]

@@ -168,6 +168,12 @@ class OptimSettings(Settings):
     )
     max_grad_norm: float = _field(1.0, "exact clipping over all stages; 0: off", ge=0)
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The optimizer's options; None: its default."""
+        own = ("lr", "weight_decay", "adamw_lr", "betas", "momentum")
+        return {key: getattr(self, key) for key in own} | self.options
+
 
 class TrainSettings(Settings):
     steps: int = _field(400, "optimizer updates", ge=1)

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.formats import parse_toml
+from slipstream.formats import parse_toml, si
 from slipstream.metrics import goodput
 from slipstream.metrics.events import Event, Run, number, read_run, values
 from slipstream.metrics.events import columns as columns_of
-from slipstream.metrics.report_columns import Columns, duration, labels, numbers, shape, si
+from slipstream.metrics.report_columns import Columns, duration, labels, numbers, shape
 from slipstream.metrics.report_page import Chart, Part, Section, Series, Table, Text, Tiles, page
 from slipstream.metrics.report_timeline import delays, lanes
 

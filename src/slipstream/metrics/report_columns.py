@@ -84,16 +84,6 @@ def numbers(values: object) -> list[float]:
     return [found for value in values if (found := number(value)) is not None]
 
 
-def si(value: float | None, unit: str = "") -> str:
-    """1234567 -> '1.23M'."""
-    if value is None:
-        return "–"
-    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{value / limit:.3g}{letter}{unit}"
-    return f"{value:.4g}{unit}"
-
-
 def duration(seconds: float | None) -> str:
     if seconds is None:
         return "–"

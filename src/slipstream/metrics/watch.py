@@ -18,8 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.errors import UserError
+from slipstream.formats import si
 from slipstream.metrics.events import Event, Follower, Run, number, read_run, values
-from slipstream.metrics.report_columns import duration, shape, si
+from slipstream.metrics.report_columns import duration, shape
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 STATUS_STYLE = {"finished": "green", "failed": "red", "running": "cyan", "empty": "dim"}

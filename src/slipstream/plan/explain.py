@@ -17,8 +17,9 @@ from dataclasses import asdict
 from typing import Any
 
 from slipstream.errors import UserError
+from slipstream.formats import si
 from slipstream.models.sizes import PRESETS, ModelConfig, active_parameters
-from slipstream.plan.layout import RUNNABLE, Layout, Plan, describe, runs
+from slipstream.plan.layout import RUNNABLE, Layout, Plan, describe, why_not
 from slipstream.plan.penalty import SYNC_START, Penalty, find_penalty
 from slipstream.plan.throughput import rank_pairs, rank_sums
 
@@ -71,7 +72,7 @@ def _penalty_sentences(plan: Plan, used: Penalty) -> list[str]:
         f"({used.optimizer}, {used.correction}; {used.source})."
     ]
     far = [
-        f"{count(theirs)} {what} instead of {count(ours)}"
+        f"{si(theirs)} {what} instead of {si(ours)}"
         for what, theirs, ours in (
             ("active parameters", used.parameters, size),
             ("tokens a batch", used.batch_tokens, job.batch_tokens),
@@ -153,7 +154,7 @@ def _break_even(plan: Plan, asynchronous: Layout, synchronous: Layout) -> str:
         where = f"pays at {'every' if pays else 'no'} batch size"
     else:
         turn = "stops paying at" if pays == (batch > plan.job.batch_tokens) else "pays only above"
-        where = f"{turn} about {count(batch)} tokens a batch"
+        where = f"{turn} about {si(batch)} tokens a batch"
     return f"{text} With this penalty and these layouts it {where}."
 
 
@@ -175,7 +176,7 @@ def break_even_batch(asynchronous: Layout, synchronous: Layout, batch_tokens: fl
 def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
     """The settings that run `layout`; None where `slipstream train` cannot."""
     shape, job = layout.shape, plan.job
-    if not runs(job, shape):
+    if why_not(job, shape):
         return None
     half = "bfloat16" if shape.asynchronous else "bfloat16_autocast"  # without banks weights stay in float32
     correction, _, start = job.correction.partition("+")
@@ -257,14 +258,6 @@ def _layout_json(plan: Plan, layout: Layout, model_name: str) -> dict[str, Any]:
 
 def gib(value: float) -> str:
     return f"{value / 2**30:.1f} GiB"
-
-
-def count(value: float) -> str:
-    """1234567 -> '1.2M'."""
-    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{value / limit:.3g}{letter}"
-    return f"{value:.3g}"
 
 
 def parse_count(text: str) -> int:

@@ -128,11 +128,6 @@ def why_not(job: Job, shape: Shape) -> str:
     return ""
 
 
-def runs(job: Job, shape: Shape) -> bool:
-    """Whether `slipstream train` does this."""
-    return not why_not(job, shape)
-
-
 def describe(shape: Shape) -> str:
     """A layout in words."""
     words = [shape.schedule, f"P={shape.stages}", f"D={shape.data_ranks}", f"m={shape.microbatches}"]

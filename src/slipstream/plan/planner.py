@@ -18,7 +18,7 @@ from typing import Any
 from slipstream.errors import UserError
 from slipstream.models.sizes import active_parameters, flops_per_token, parameters
 from slipstream.plan.candidates import Cut, Fitter, shapes
-from slipstream.plan.layout import Job, Layout, Plan, describe, runs
+from slipstream.plan.layout import Job, Layout, Plan, describe, why_not
 from slipstream.plan.memory import StageMemory, state_bytes
 from slipstream.plan.penalty import Penalty, find_penalty, penalty_at
 from slipstream.plan.throughput import Shape, StageTimes, estimate, simulated, with_cutover
@@ -72,7 +72,7 @@ def _distinct(job: Job, entries: Sequence[tuple]) -> list[tuple]:
     for entry in entries:
         kept.setdefault((entry[1].stages, entry[1].microbatch_size), entry)
     best = list(kept.values())[:SIMULATED_PER_SCHEDULE]
-    runnable = next((entry for entry in entries if runs(job, entry[1])), None)
+    runnable = next((entry for entry in entries if not why_not(job, entry[1])), None)
     return best if runnable is None or runnable in best else [*best, runnable]
 
 

@@ -7,8 +7,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.formats import si
 from slipstream.models.sizes import active_parameters, parameters
-from slipstream.plan.explain import count, explain, gib, to_toml
+from slipstream.plan.explain import explain, gib, to_toml
 from slipstream.plan.layout import Layout, Plan, why_not
 from slipstream.plan.throughput import costs
 from slipstream.schedule.generate import build
@@ -46,13 +47,13 @@ def show(plan: Plan, console: Console, model_name: str, top: int) -> None:
     size, active = parameters(job.config), active_parameters(job.config)
     device = job.cluster.device
     console.print(
-        f"[bold]{model_name}[/]: {count(size)} parameters, {count(active)} active, on {job.cluster.devices} "
-        f"x {escape(device.name)} ({gib(device.room_bytes)} usable each); batch {count(job.batch_tokens)} tokens, "
+        f"[bold]{model_name}[/]: {si(size)} parameters, {si(active)} active, on {job.cluster.devices} "
+        f"x {escape(device.name)} ({gib(device.room_bytes)} usable each); batch {si(job.batch_tokens)} tokens, "
         f"sequence {job.sequence}. {plan.fitting} of {plan.considered} layouts fit.\n",
         highlight=False,
     )
     console.print(ranking(plan, top), crop=False)  # in a narrow terminal a row wraps; no figure is cut off
-    console.print(Text(LEGEND.format(tokens=count(job.training_tokens)), "dim"))
+    console.print(Text(LEGEND.format(tokens=si(job.training_tokens)), "dim"))
     console.print()
     for line in explain(plan):
         console.print(Text(f"• {line}"))
@@ -123,7 +124,7 @@ def _row(plan: Plan, layout: Layout) -> list[str]:
         f"{shape.microbatches}x{shape.microbatch_size}",
         " ".join(options),
         "–" if gain is None else f"{gain:.3f}",
-        count(layout.tokens_per_second),
+        si(layout.tokens_per_second),
         f"{100 * layout.mfu:.1f}",
         f"{layout.memory_bytes / 2**30:.1f}",
         f"{100 * layout.speed.idle:.1f}",

@@ -6,7 +6,7 @@ from slipstream import __version__
 from slipstream.config import Config
 from slipstream.config.resolve import model_config
 from slipstream.config.settings import updates
-from slipstream.metrics.report_columns import si
+from slipstream.formats import si
 from slipstream.models.sizes import active_parameters, flops_per_token, parameters
 from slipstream.optimizers import OPTIMIZERS, check_options
 from slipstream.schedule.cutover import default_cutover
@@ -35,14 +35,20 @@ def banner(config: Config) -> str:
 
 def _model(config: Config) -> str:
     if config.own_model:
-        whose = "your own" if config.model.module is not None else "by transformers"
-        return f"{config.model.module or config.model.hf} ({whose}), vocabulary {config.model.vocab}"
+        name, whose = _own(config)
+        return f"{name} ({whose}), vocabulary {config.model.vocab}"
     model = model_config(config.model)
     active = "" if not model.experts else f", {si(active_parameters(model))} active"
     name = config.model.init_from or config.model.preset
     return (
         f"{name}: {si(parameters(model))} parameters{active}, {model.layers} layers, vocabulary {model.vocab}"
     )
+
+
+def _own(config: Config) -> tuple[str | None, str]:
+    """What a model that is not ours is called, and whose it is."""
+    module = config.model.module
+    return (module, "your own") if module is not None else (config.model.hf, "by transformers")
 
 
 def _old(config: Config) -> int | float | list[int]:
@@ -73,11 +79,7 @@ def facts(config: Config) -> dict[str, str]:
     train, pipeline, optim = config.train, config.pipeline, config.optim
     tokens = train.steps * config.tokens_per_step
     if config.own_model:
-        whose = "your own" if config.model.module is not None else "by transformers"
-        about = {
-            "model": f"{config.model.module or config.model.hf}, {whose}",
-            "tokens in all": f"{tokens:,}",
-        }
+        about = {"model": ", ".join(map(str, _own(config))), "tokens in all": f"{tokens:,}"}
     else:
         model = model_config(config.model)
         flops = flops_per_token(model, config.data.sequence)
@@ -106,8 +108,7 @@ def facts(config: Config) -> dict[str, str]:
 def _optimizer(config: Config) -> str:
     """With every option it will have: those of the run, and its own defaults for the others."""
     optim = config.optim
-    own = {key: getattr(optim, key) for key in ("lr", "weight_decay", "adamw_lr", "betas", "momentum")}
-    given = {key: value for key, value in (own | optim.options).items() if value is not None}
+    given = {key: value for key, value in optim.given.items() if value is not None}
     check_options(optim.name, given)
     options = {**OPTIMIZERS[optim.name].options, **given}
     if options.get("adamw_lr", ...) is None:

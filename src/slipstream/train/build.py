@@ -97,15 +97,7 @@ def stage_modules(
 
 
 def optimizer_factory(config: Config) -> Callable[[nn.Module], Optimizer]:
-    optim = config.optim
-    options = {
-        "lr": optim.lr,
-        "weight_decay": optim.weight_decay,
-        "adamw_lr": optim.adamw_lr,
-        "betas": optim.betas,
-        "momentum": optim.momentum,
-    }
-    return lambda module: build_optimizer(optim.name, module, **options, **optim.options)
+    return lambda module: build_optimizer(config.optim.name, module, **config.optim.given)
 
 
 def correction(config: Config) -> Correction:

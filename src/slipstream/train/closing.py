@@ -10,10 +10,10 @@ from slipstream.config import Config
 from slipstream.data.shards import open_shard
 from slipstream.data.tokenizer import Tokenizer
 from slipstream.errors import UserError
+from slipstream.formats import si
 from slipstream.metrics.events import read_run
 from slipstream.metrics.progress import Show, duration
 from slipstream.metrics.report import write_report
-from slipstream.metrics.report_columns import si
 from slipstream.models.sizes import parameters
 from slipstream.models.stages import measured_cut, split
 from slipstream.train.evaluate import unigram_entropy
