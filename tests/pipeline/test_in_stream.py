@@ -78,13 +78,13 @@ class Communicator:
 
 class _End:
     def __init__(self, communicator, stage):
-        self._communicator, self._stage = communicator, stage
+        self._communicator, self.rank = communicator, stage
 
     def send(self, tensor, peer):
-        return self._communicator.queue(self._stage, tensor, "send")
+        return self._communicator.queue(self.rank, tensor, "send")
 
     def recv(self, tensor, peer):
-        return self._communicator.queue(self._stage, tensor, "receive")
+        return self._communicator.queue(self.rank, tensor, "receive")
 
 
 @pytest.fixture

@@ -65,9 +65,9 @@ class Sender(ABC):
     """Messages to one neighbour, held until they have been computed."""
 
     def __init__(
-        self, neighbour: Neighbour, group: Group, peer: int, device: torch.device, attendant: Attendant
+        self, neighbour: Neighbour, group: Group, device: torch.device, attendant: Attendant
     ) -> None:
-        self._neighbour, self._group, self._peer = neighbour, group, peer
+        self._neighbour, self._group, self._peer = neighbour, group, 1 - group.rank
         self._device, self._attendant = device, attendant
         self._side = torch.cuda.Stream(device)
         self._held: deque[Message] = deque()
@@ -109,9 +109,6 @@ class Sender(ABC):
 class ActivationsOut(Sender):
     """From the stage before, which begins."""
 
-    def __init__(self, behind: Neighbour, group: Group, device: torch.device, attendant: Attendant) -> None:
-        super().__init__(behind, group, 1, device, attendant)
-
     def _begin(self, message: Message) -> None:
         self._queue(message)
         self._neighbour.tell(_SENT, spec_of(message.tensors))
@@ -121,7 +118,7 @@ class GradientsOut(Sender):
     """From the stage behind: queued when the stage before, told that they come, is ready for them."""
 
     def __init__(self, before: Neighbour, group: Group, device: torch.device, attendant: Attendant) -> None:
-        super().__init__(before, group, 0, device, attendant)
+        super().__init__(before, group, device, attendant)
         self._announced: deque[Message] = deque()
         before.heed[_READY] = lambda _: self._queue(self._announced.popleft())
 
@@ -138,9 +135,9 @@ class _Receiver:
     """Receives that have been queued on the device."""
 
     def __init__(
-        self, neighbour: Neighbour, group: Group, peer: int, device: torch.device, attendant: Attendant
+        self, neighbour: Neighbour, group: Group, device: torch.device, attendant: Attendant
     ) -> None:
-        self._neighbour, self._group, self._peer = neighbour, group, peer
+        self._neighbour, self._group, self._peer = neighbour, group, 1 - group.rank
         self._device, self._attendant = device, attendant
         self._side = torch.cuda.Stream(device)
         self._under_way: deque[tuple[list[Tensor], list[dist.Work]]] = deque()
@@ -169,7 +166,7 @@ class ActivationsIn(_Receiver):
     """On the stage behind: queued when they have been sent, wanted yet or not."""
 
     def __init__(self, before: Neighbour, group: Group, device: torch.device, attendant: Attendant) -> None:
-        super().__init__(before, group, 0, device, attendant)
+        super().__init__(before, group, device, attendant)
         before.heed[_SENT] = lambda spec: self._queue(decode(spec))
 
     def post(self, spec: Spec) -> None:
@@ -180,7 +177,7 @@ class GradientsIn(_Receiver):
     """On the stage before: queued when they come, and `post` has told their shapes."""
 
     def __init__(self, behind: Neighbour, group: Group, device: torch.device, attendant: Attendant) -> None:
-        super().__init__(behind, group, 1, device, attendant)
+        super().__init__(behind, group, device, attendant)
         self._posted: deque[Spec] = deque()
         self._coming = 0
         behind.heed[_COMING] = self._come
