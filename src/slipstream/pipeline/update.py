@@ -191,9 +191,9 @@ class Updater:
         if self.peers.in_step:
             # Sharded matrices travel between data ranks, as FSDP's own collectives do in every microbatch: their order
             # must be the same on all of these ranks, so they start where all of them wait for this update.
-            yield _Awaited(self, group)
+            yield _Until(lambda: self.awaited >= group)
         if self.crowded:
-            yield _Uncrowded(self)
+            yield _Until(lambda: not self.crowded)
         targets = yield from self._step_and_publish(group, grads, norm)
         for versions, target in targets:
             if self._put_off(versions, target):
@@ -300,27 +300,10 @@ class _Room:
 
 
 @dataclass(frozen=True)
-class _Awaited:
-    """Until an update is waited for."""
+class _Until:
+    """A place in the caller's own program: nobody else brings it about, so there is nothing to block for."""
 
-    updater: Updater
-    group: int
-
-    def is_completed(self) -> bool:
-        return self.updater.awaited >= self.group
-
-    def wait(self) -> None:
-        assert self.is_completed()
-
-
-@dataclass(frozen=True)
-class _Uncrowded:
-    """Until there is room for a step."""
-
-    updater: Updater
-
-    def is_completed(self) -> bool:
-        return not self.updater.crowded
+    is_completed: Callable[[], bool]
 
     def wait(self) -> None:
         assert self.is_completed()
