@@ -20,6 +20,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
+def words_of(error: BaseException) -> str:
+    """What a library says, on one line and no longer than a reader likes."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 class ConfigError(UserError):
     """Every problem of a configuration, reported at once."""
 

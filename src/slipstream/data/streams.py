@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import DataError, install
+from slipstream.errors import DataError, install, words_of
 
 Documents = Callable[[], Iterable[str]]  # each call reads them from the start
 
@@ -45,7 +45,7 @@ class Source:
             except StopIteration:
                 return
             except Exception as error:  # a library's: the network, a file, a column of another kind
-                raise DataError(f"{self} cannot be read: {_words(error)}") from error
+                raise DataError(f"{self} cannot be read: {words_of(error)}") from error
             text = row.get(self.field) if isinstance(row, dict) else None
             if text is None and self.field not in row:
                 raise DataError(
@@ -107,11 +107,7 @@ def _open(source: Source) -> Iterable[dict[str, Any]]:
             streaming=True,
         )
     except Exception as error:  # a library's, of what a person named
-        raise DataError(f"{source} cannot be opened: {_words(error)}") from error
-
-
-def _words(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+        raise DataError(f"{source} cannot be opened: {words_of(error)}") from error
 
 
 def mixed(sources: Sequence[tuple[Documents, float]]) -> Iterator[str]:

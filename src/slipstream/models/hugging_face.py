@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slipstream.errors import UserError
+from slipstream.errors import UserError, words_of
 from slipstream.models.auxiliary import AddLoss, balance_loss, routed
 from slipstream.models.config_json import require_transformers
 
@@ -41,7 +41,7 @@ def build(described: Mapping[str, Any], vocab: int, weights: Path | None = None)
                 weights, config=config, dtype=torch.float32, use_safetensors=True, local_files_only=True
             )
     except Exception as error:  # a library's, of a config that a person wrote
-        raise UserError(f"transformers makes no {config.model_type} of this: {_words(error)}") from error
+        raise UserError(f"transformers makes no {config.model_type} of this: {words_of(error)}") from error
     return model.train()
 
 
@@ -60,16 +60,12 @@ def _config(described: Mapping[str, Any], vocab: int) -> Any:
     try:
         config = library().AutoConfig.for_model(kind, **values, vocab_size=vocab)
     except Exception as error:  # a library's, of a config that a person wrote
-        raise UserError(f"transformers makes no config of {kind!r}: {_words(error)}") from error
+        raise UserError(f"transformers makes no config of {kind!r}: {words_of(error)}") from error
     for mark in ("pad_token_id", "bos_token_id", "eos_token_id"):
         number = getattr(config, mark, None)
         if isinstance(number, int) and number >= vocab:
             setattr(config, mark, None)
     return config
-
-
-def _words(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,7 @@ class Parts:
         try:
             self.model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         except ValueError as error:
-            raise UserError(f"train.activation_checkpointing: {_words(error)} Drop it.") from error
+            raise UserError(f"train.activation_checkpointing: {words_of(error)} Drop it.") from error
         self.model.disable_input_require_grads()  # hooks that a copy cannot have, of use to frozen embeddings alone
 
     def _layers(self) -> list[nn.Module]:
@@ -140,7 +136,7 @@ class Parts:
             with torch.no_grad():
                 found = self.model(input_ids=tokens, labels=tokens)
         except Exception as error:  # sizes that do not fit each other show here
-            raise UserError(f"{self._called} does not run: {_words(error)}") from error
+            raise UserError(f"{self._called} does not run: {words_of(error)}") from error
         finally:
             for hook in hooks:
                 hook.remove()
@@ -203,7 +199,7 @@ class Parts:
                     x = HuggingFaceStage(self, range(index, index + 1))(*x)
                     x = x if isinstance(x, tuple) else (x,)
             except (AttributeError, TypeError, RuntimeError, ValueError) as error:
-                raise UserError(f"{self._called} cannot be cut: {_words(error)}") from error
+                raise UserError(f"{self._called} cannot be cut: {words_of(error)}") from error
         if not torch.equal(x[0], whole):
             raise UserError(
                 f"{self._called} computes something else when it is cut between its layers: its forward does more than "

@@ -133,12 +133,8 @@ class Depth:
         if group == self._decided_at:
             self.is_open = False
             told = statuses[group - 2]
-            stages, m, work, link = (
-                self._stages,
-                self._microbatches,
-                max(told.work_seconds),
-                max(told.link_seconds),
-            )
+            stages, m = self._stages, self._microbatches
+            work, link = max(told.work_seconds), max(told.link_seconds)
             chosen = choose_in_flight(stages, m, work, link, self._on_host)
             if work > 0:
                 chosen = within_cutover(stages, m, chosen, self._cutover, work, link)

@@ -137,10 +137,8 @@ def divergence(
     posts: Mapping[int, dict[str, str]], stages: int, step: int, *, replicated: bool = True
 ) -> str | None:
     """What differs though it must not, by rank; None when all is well. Ranks are data-major."""
-    differs, stopped = (
-        f"Silent divergence at step {step}: the",
-        "The run was stopped; earlier checkpoints are untouched.",
-    )
+    differs = f"Silent divergence at step {step}: the"
+    stopped = "The run was stopped; earlier checkpoints are untouched."
     tied: dict[str, dict[str, str]] = {}  # what -> checksum -> one holder
     for rank, own in posts.items():
         for key, value in own.items():
