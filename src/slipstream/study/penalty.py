@@ -70,18 +70,12 @@ def mean_penalty(penalties: Sequence[Estimate]) -> Estimate | None:
 
 def penalty_of_gap(gap: Estimate, slope: float) -> Estimate:
     """exp(gap / slope): the tokens that make up for a gap where loss falls by `slope` per e-fold of tokens."""
-    around = None if gap.interval is None else (gap.interval[0] / slope, gap.interval[1] / slope)
-    return _exponential(Estimate(gap.value / slope, around, gap.n))
+    return _exponential(gap.mapped(lambda loss: loss / slope))
 
 
 def _exponential(logs: Estimate) -> Estimate:
     """Infinite where a float does not reach: the interval of two seeds that differ much may be that wide."""
-
-    def exp(value: float) -> float:
-        return math.exp(value) if value < 709 else math.inf
-
-    around = None if logs.interval is None else (exp(logs.interval[0]), exp(logs.interval[1]))
-    return Estimate(exp(logs.value), around, logs.n)
+    return logs.mapped(lambda value: math.exp(value) if value < 709 else math.inf)
 
 
 @dataclass(frozen=True)
@@ -119,8 +113,4 @@ def speedup(stages: int, microbatches: int) -> Speedup:
 def net_gain(speed: Speedup, penalty: Estimate, flushed_share: float) -> Estimate:
     """Speed-up / penalty, a share of the updates (synchronous start and finish) running flushed."""
     factor = 1 / ((1 - flushed_share) / speed.factor + flushed_share / speed.flushed)
-    around = None
-    if penalty.interval is not None:
-        low, high = penalty.interval
-        around = (factor / high, factor / low if low else math.inf)
-    return Estimate(factor / penalty.value, around, penalty.n)
+    return penalty.mapped(lambda tokens: factor / tokens if tokens else math.inf)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 FEWEST = 3  # seeds that make an interval
@@ -28,6 +28,13 @@ class Estimate:
     interval: tuple[float, float] | None
     n: int
     extrapolated: bool = False  # read off beyond the end of a curve
+
+    def mapped(self, function: Callable[[float], float]) -> Estimate:
+        """A monotonic function of it, in place of the value and of both ends of the interval."""
+        if self.interval is None:
+            return Estimate(function(self.value), None, self.n)
+        low, high = sorted(map(function, self.interval))
+        return Estimate(function(self.value), (low, high), self.n)
 
 
 def standard_error(values: Sequence[float]) -> float | None:
@@ -63,10 +70,8 @@ def share_recovered(
         return None  # there was nothing to recover
     ratio = statistics.fmean(gaps) / size
     residuals = [(gap - ratio * all_of_it) / size for gap, all_of_it in zip(gaps, whole, strict=True)]
-    around = interval(residuals).interval  # the residuals sum to zero
-    if around is not None:
-        around = (1 - ratio + around[0], 1 - ratio + around[1])
-    return Estimate(1 - ratio, around, len(seeds))
+    # The residuals sum to zero.
+    return replace(interval(residuals), value=0.0).mapped(lambda part: 1 - ratio + part)
 
 
 @cache
