@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.study.parse import load_study
+from slipstream.study.warm import rehearsal
 from slipstream.study.worker import shape_of
-from slipstream.train.rehearse import rehearsal
 from slipstream.train.start import start
 
 TOY = Path(__file__).parents[2] / "studies" / "toy.toml"

@@ -7,18 +7,23 @@ shape into that cache. They need no data, so this can go on while text is still 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
+
+from slipstream.config import Config
+from slipstream.data.shards import token_dtype, write_shard
 from slipstream.errors import UserError
 from slipstream.study.pool import Pool
 from slipstream.study.sweep import Point, Study
 from slipstream.study.worker import shape_of
-from slipstream.train.rehearse import rehearsal
 
 POLL_SECONDS = 1.0
+UPDATES = 2
 
 
 def warm_up(study: Study) -> Iterator[tuple[str, float]]:
@@ -42,3 +47,20 @@ def _one_of_each_shape(study: Study) -> list[Point]:
         if point.config.train.compile and all(shape != known for known, _ in found):
             found.append((shape, point))
     return [point for _, point in found]
+
+
+def rehearsal(config: Config, folder: Path) -> Config:
+    """A resolved run made short, with a validation after each update; writes random tokens for it into `folder`."""
+    vocab = config.model.vocab
+    assert vocab is not None
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    for split in ("train", "val"):
+        tokens = random.integers(0, vocab, UPDATES * config.tokens_per_step + 1)
+        write_shard(folder / f"{split}_000.bin", tokens.astype(token_dtype(vocab)))
+    (folder / "meta.json").write_text(json.dumps({"vocab": vocab, "end_of_document": 0}))
+    return config.changed(
+        train={"steps": UPDATES, "eval_every": 1, "eval_batches": 1},
+        optim={"warmup": 0.0, "sync_start": 0.0, "sync_finish": 0.0},
+        data={"path": str(folder)},
+    )
