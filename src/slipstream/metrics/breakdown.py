@@ -38,6 +38,7 @@ _BY_NAME = (
     (MLP, ("grouped_mm", "GroupedMm", "silu", "Silu")),
 )
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear", "aten::matmul", "aten::bmm", "aten::baddbmm")
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _FULL, _LIGHT = "█", "▒"
 _WIDTH = 40
 
@@ -89,16 +90,16 @@ class Breakdown:
 
 
 @dataclass(eq=False)
-class _Operation:
+class Operation:
     name: str
     start: float
     end: float
     shapes: list[list[int]]
-    parent: _Operation | None = None
+    parent: Operation | None = None
     inner: float = 0.0  # time in operations that this one called
 
-    def around(self) -> Iterator[_Operation]:
-        operation: _Operation | None = self
+    def around(self) -> Iterator[Operation]:
+        operation: Operation | None = self
         while operation is not None:
             yield operation
             operation = operation.parent
@@ -107,11 +108,11 @@ class _Operation:
 def breakdown(trace: Mapping[str, Any], sizes: Sizes) -> Breakdown:
     """Of everything that was recorded."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    threads, launches = _threads(events)
-    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    threads, launches = operations(events)
+    kernels = [e for e in events if e.get("cat") in ON_DEVICE]
     seconds = {part: [0.0, 0.0] for part in PARTS}
 
-    def count(name: str, operation: _Operation | None, microseconds: float) -> None:
+    def count(name: str, operation: Operation | None, microseconds: float) -> None:
         around = list(operation.around()) if operation is not None else []
         backward = any(each.name.startswith("autograd::engine") for each in around)
         part = _part(name, around, sizes)
@@ -122,7 +123,7 @@ def breakdown(trace: Mapping[str, Any], sizes: Sizes) -> Breakdown:
         for event, own in _alone(kernels):
             count(event["name"], launches.get(event.get("args", {}).get("correlation")), own)
     else:
-        busiest = max(threads, key=_busy, default=[])
+        busiest = busiest_thread(threads)
         begin, end = (min(o.start for o in busiest), max(o.end for o in busiest)) if busiest else (0.0, 0.0)
         for operation in busiest:
             count("", operation, operation.end - operation.start - operation.inner)
@@ -130,7 +131,7 @@ def breakdown(trace: Mapping[str, Any], sizes: Sizes) -> Breakdown:
     return Breakdown({part: (there, back) for part, (there, back) in seconds.items()})
 
 
-def _threads(events: Sequence[Mapping[str, Any]]) -> tuple[list[list[_Operation]], dict[int, _Operation]]:
+def operations(events: Sequence[Mapping[str, Any]]) -> tuple[list[list[Operation]], dict[int, Operation]]:
     """The operations of each thread, each with what is around it, and the operation behind each launch."""
     by_thread: dict[Any, list[Mapping[str, Any]]] = {}
     for event in events:
@@ -149,7 +150,7 @@ def _threads(events: Sequence[Mapping[str, Any]]) -> tuple[list[list[_Operation]
                 continue
             start, end = event["ts"], event["ts"] + event["dur"]
             shapes = list(_shapes(arguments.get("Input Dims", [])))
-            operation = _Operation(event["name"], start, end, shapes, inside)
+            operation = Operation(event["name"], start, end, shapes, inside)
             if inside is not None:
                 inside.inner += end - start
             found.append(operation)
@@ -167,8 +168,11 @@ def _shapes(given: Any) -> Iterator[list[int]]:
             yield from chain.from_iterable(map(_shapes, given))
 
 
-def _busy(thread: Sequence[_Operation]) -> float:
-    return sum(operation.end - operation.start for operation in thread if operation.parent is None)
+def busiest_thread(threads: Sequence[list[Operation]]) -> list[Operation]:
+    def busy(thread: list[Operation]) -> float:
+        return sum(operation.end - operation.start for operation in thread if operation.parent is None)
+
+    return max(threads, key=busy, default=[])
 
 
 def _alone(kernels: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:
@@ -201,7 +205,7 @@ def _by_name(name: str) -> str | None:
     return next((part for part, words in _BY_NAME if any(word in name for word in words)), None)
 
 
-def _part(kernel: str, around: Sequence[_Operation], sizes: Sizes) -> str:
+def _part(kernel: str, around: Sequence[Operation], sizes: Sizes) -> str:
     known = {_by_name(name) for name in (kernel, *(operation.name for operation in around))}
     for part, _ in _BY_NAME:
         if part in known:
@@ -217,7 +221,7 @@ def _part(kernel: str, around: Sequence[_Operation], sizes: Sizes) -> str:
     return NORMS
 
 
-def _weight(product: _Operation, tokens: int) -> set[int]:
+def _weight(product: Operation, tokens: int) -> set[int]:
     """The sides of the matrix that is no list of tokens: [N, i] [i, o], [N, o] [o, i] or [o, N] [N, i]."""
     one, other, *_ = [*product.shapes["add" in product.name :], [], []]
     if len(one) != 2 or len(other) != 2 or product.name == "aten::linear":

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+from slipstream.metrics.breakdown import ON_DEVICE, busiest_thread, operations
+
 NAME_LENGTH = 120  # templates have names of thousands
 LENGTHS_US = (1, 2, 4, 8, 16, 64, 256)  # between which gaps are counted
 
@@ -30,24 +31,12 @@ def pieces(trace: Mapping[str, Any]) -> list[Piece]:
     kernels = [event for event in events if event.get("cat") in ON_DEVICE]
     if kernels:
         return sorted(map(_piece, kernels))
-    threads: dict[Any, list[Piece]] = {}
-    for event in events:
-        if event.get("cat") in ("cpu_op", "user_annotation"):
-            threads.setdefault((event["pid"], event["tid"]), []).append(_piece(event))
-    own = [list(_outermost(found)) for found in threads.values()]
-    return max(own, key=lambda found: sum(piece.end - piece.start for piece in found), default=[])
+    busiest = busiest_thread(operations(events)[0])
+    return [Piece(own.start, own.end, own.name) for own in busiest if own.parent is None]
 
 
 def _piece(event: Mapping[str, Any]) -> Piece:
     return Piece(event["ts"], event["ts"] + event["dur"], event["name"])
-
-
-def _outermost(found: Sequence[Piece]) -> Iterator[Piece]:
-    end = float("-inf")
-    for piece in sorted(found, key=lambda piece: (piece.start, -piece.end)):
-        if piece.start >= end:
-            yield piece
-            end = piece.end
 
 
 def longest(found: Sequence[Piece], updates: int = 1, most: int = 25) -> list[dict[str, Any]]:
