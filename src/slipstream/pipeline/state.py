@@ -25,6 +25,7 @@ from slipstream.pipeline.replica import Part, sharded_as
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import THE_MASTER, Versions
 from slipstream.torch_late import is_dtensor
+from slipstream.torch_private import tree_map
 
 FORMAT = 2  # 1: banks went by the number of the group that reads them
 State = dict[str, Any]
@@ -260,20 +261,19 @@ def _restore_optimizer(updater: Updater, state: State) -> None:
 
 def cloned_state(state: Any) -> Any:
     """A state whose tensors no later step changes; those that are one tensor stay one."""
-    return _cloned(state, {})
+    copies: dict[tuple, Tensor] = {}
 
-
-def _cloned(value: Any, copies: dict[tuple, Tensor]) -> Any:
-    if isinstance(value, Halves):
-        return whole(value)
-    if isinstance(value, Tensor):
-        key = (local(value).data_ptr(), tuple(value.shape), value.dtype) if value.numel() else (id(value),)
-        if key not in copies or not value.numel():
-            copies[key] = value.detach().clone()
+    def cloned(leaf: Any) -> Any:
+        if isinstance(leaf, Halves):
+            return leaf.whole()
+        if not isinstance(leaf, Tensor):
+            return leaf
+        key = (local(leaf).data_ptr(), tuple(leaf.shape), leaf.dtype) if leaf.numel() else (id(leaf),)
+        if key not in copies or not leaf.numel():
+            copies[key] = leaf.detach().clone()
         return copies[key]
-    if isinstance(value, dict):
-        return {key: _cloned(item, copies) for key, item in value.items()}
-    return value
+
+    return tree_map(cloned, state)
 
 
 def merge_states(states: Sequence[State]) -> State:

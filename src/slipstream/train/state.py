@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 
 from slipstream.errors import CheckpointError
 from slipstream.formats import parse_json
-from slipstream.pipeline.compact import Halves
+from slipstream.pipeline.compact import Halves, whole
+from slipstream.torch_private import tree_map
 
 TENSOR = "$tensor"
 
@@ -80,7 +81,7 @@ class Snapshot:
     def complete(self) -> Any:
         if self.copied is not None:
             self.copied.synchronize()
-        return _whole(self.tree)
+        return tree_map(whole, self.tree)
 
 
 class Copier:
@@ -94,36 +95,23 @@ class Copier:
 
     def copy(self, tree: Any) -> Snapshot:
         if self._stream is None:
-            return Snapshot(_copied(tree))
+            return Snapshot(tree_map(_copied, tree))
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            found = _copied(tree)
+            found = tree_map(_copied, tree)
             event = torch.cuda.Event()
             event.record(self._stream)
         return Snapshot(found, event)
 
 
-def _whole(tree: Any) -> Any:
-    """The halves of a compact master are put together on the host."""
-    if isinstance(tree, Halves):
-        return tree.whole()
-    if isinstance(tree, dict):
-        return {key: _whole(value) for key, value in tree.items()}
-    return tree
-
-
-def _copied(tree: Any) -> Any:
-    if isinstance(tree, Halves):
-        return Halves(_copied(tree.high), _copied(tree.low))
-    if isinstance(tree, torch.Tensor):
-        tensor = tree.detach()
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return host.copy_(tensor, non_blocking=tensor.is_cuda)
-    if isinstance(tree, dict):
-        return {key: _copied(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [_copied(value) for value in tree]
-    return tree
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, Halves):
+        return Halves(_copied(leaf.high), _copied(leaf.low))
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    tensor = leaf.detach()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=tensor.is_cuda)
 
 
 def write_piece(folder: Path, name: str, tree: dict[str, Any]) -> dict[str, Digest]:
