@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.data.contents import blocks
 from slipstream.errors import DataError
 from slipstream.formats import parse_json
 
@@ -122,13 +123,7 @@ def fingerprint(paths: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     everything = sum(path.stat().st_size for path in paths) <= _FULL_HASH_BYTES
     for path in paths:
-        size = path.stat().st_size
-        digest.update(size.to_bytes(8, "little"))
-        with path.open("rb") as file:
-            if everything:
-                digest.update(file.read())
-                continue
-            for block in range(64):
-                file.seek(block * max(0, size - (64 << 10)) // 63)
-                digest.update(file.read(64 << 10))
+        digest.update(path.stat().st_size.to_bytes(8, "little"))
+        for block in [path.read_bytes()] if everything else blocks(path):
+            digest.update(block)
     return digest.hexdigest()
