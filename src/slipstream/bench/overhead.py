@@ -84,7 +84,7 @@ def take_turns(world: World, tree: dict[str, Any], updates: int) -> dict[str, li
 def _assembled(config: Config, world: World, name: str) -> Iterator[RunParts]:
     folder = Path(config.run.dir) / name
     folder.mkdir(parents=True, exist_ok=True)
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})})
+    config = config.changed(run={"dir": str(folder)})
     plan = Plan(0, None, False, False, 0, "not recorded", f"overhead-{name}")
     board = Board(world.store, config.train.timeout_seconds)
     with (
@@ -143,14 +143,11 @@ def _clocks() -> tuple[float, float]:
 
 def _quiet(config: Config, folder: Path, steps: int) -> Config:
     """The run with nothing in it but steps: lines go on being printed, into a file of their own."""
-    changes = {
-        "run": config.run.model_copy(update={"dir": str(folder)}),
-        "train": config.train.model_copy(
-            update={"steps": steps, "eval_every": 0, "eval_batches": 1, "sample_tokens": 0}
-        ),
-        "checkpoint": config.checkpoint.model_copy(update={"every": 0, "keep": 0}),
-    }
-    return config.model_copy(update=changes)
+    return config.changed(
+        run={"dir": str(folder)},
+        train={"steps": steps, "eval_every": 0, "eval_batches": 1, "sample_tokens": 0},
+        checkpoint={"every": 0, "keep": 0},
+    )
 
 
 def _summary(ranks: Sequence[dict[str, list[Cost]]]) -> dict[str, Any]:

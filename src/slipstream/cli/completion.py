@@ -34,7 +34,6 @@ compdef _slipstream slipstream
     "fish": """complete -c slipstream -f -a '(slipstream __complete (commandline -cp) 2>/dev/null)'
 """,
 }
-PLACES = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/completions/slipstream.fish"}
 
 
 def completion(

@@ -20,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -123,11 +123,7 @@ class Wire:
         return True
 
 
-class Readable(Protocol):
-    def fileno(self) -> int: ...
-
-
-def wait_readable(wires: Iterable[Readable], seconds: float) -> None:
+def wait_readable(wires: Iterable[Wire | socket.socket], seconds: float) -> None:
     """Until one of the wires has something to read or is gone, or the time is over."""
     poll = select.poll()
     for wire in wires:

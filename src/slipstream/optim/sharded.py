@@ -200,7 +200,9 @@ class Exchange:
         self.outgoing = self._buffer(self.sent)
         fill([i for i, _ in self.sent], self._views(self.outgoing, self.sent))
         self.incoming = self._buffer(self.received)
-        self.gathered = self._all_to_all(self.incoming, self.received, self.outgoing, self.sent)
+        self.gathered = group.all_to_all(
+            self.incoming, self.outgoing, self._splits(self.received), self._splits(self.sent)
+        )
 
     def orthogonalise(self, steps: int) -> Wait:
         """Make my matrices whole, orthogonalise them, send the pieces back."""
@@ -218,7 +220,9 @@ class Exchange:
             for k, direction in zip(batch, directions, strict=True):
                 for source in range(self.ranks):
                     pieces[mine[k], source].copy_(self._narrow(direction, mine[k], source))
-        return self._all_to_all(self.outgoing, self.sent, self.incoming, self.received)
+        return self.group.all_to_all(
+            self.outgoing, self.incoming, self._splits(self.sent), self._splits(self.received)
+        )
 
     def pieces(self) -> list[Tensor]:
         """My orthogonalised piece of each matrix, once what `orthogonalise` returned has been waited for."""
@@ -265,15 +269,6 @@ class Exchange:
         for i, rank in keys:
             sizes[self.owners[i] if keys is self.sent else rank] += self._piece(i, rank).numel()
         return sizes
-
-    def _all_to_all(
-        self,
-        target: Tensor,
-        target_keys: list[tuple[int, int]],
-        source: Tensor,
-        source_keys: list[tuple[int, int]],
-    ) -> Wait:
-        return self.group.all_to_all(target, source, self._splits(target_keys), self._splits(source_keys))
 
 
 def owners(shapes: Sequence[torch.Size], ranks: int) -> list[int]:

@@ -37,11 +37,9 @@ def to_svg(timelines: Mapping[str, Timeline], unit: str = "units", *, most_spans
     y = 8.0
     for title, timeline in timelines.items():
         until = min(longest, timeline.makespan)
-        note = (
-            ""
-            if until >= timeline.makespan
-            else f" (the first {seconds(until)} of {seconds(timeline.makespan)} {unit})"
-        )
+        note = ""
+        if until < timeline.makespan:
+            note = f" (the first {seconds(until)} of {seconds(timeline.makespan)} {unit})"
         parts.append(f'<text class="title" x="{_LEFT}" y="{y + 20:g}">{escape(title + note)}</text>')
         y += _TITLE
         parts += _rows(timeline, y, scale, until)
