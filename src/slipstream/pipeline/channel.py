@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slipstream.distributed.groups import Group, Wait
 from slipstream.distributed.ring import RingReader, RingWriter
-from slipstream.pipeline.messages import Spec
+from slipstream.pipeline.messages import Spec, on_host
 from slipstream.pipeline.neighbours import Neighbour, broken
 
 
@@ -150,7 +150,7 @@ class Outbox:
     def send(self, tensors: Sequence[Tensor]) -> list[Wait]:
         held, event = [tensor.detach() for tensor in tensors], None
         if self._device.type == "cuda":
-            held = [_to_pinned(tensor) for tensor in held]
+            held = [on_host(tensor) for tensor in held]
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
         due = time.monotonic() + self._delay_seconds
@@ -212,8 +212,3 @@ def wait_all(handles: Sequence[Wait], neighbour: Neighbour, what: str) -> None:
                 handle.wait()
         except (RuntimeError, TimeoutError) as error:
             raise broken(error, time.monotonic() - started, neighbour, what) from error
-
-
-def _to_pinned(tensor: Tensor) -> Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

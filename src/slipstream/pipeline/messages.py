@@ -57,3 +57,9 @@ def decode(message: bytes) -> Spec:
     return tuple(
         TensorSpec(tuple(shape), _DTYPES[name], requires_grad) for shape, name, requires_grad in rows
     )
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory. A GPU's goes into pinned memory, and is there when its stream has come so far."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor.detach(), non_blocking=tensor.is_cuda)

@@ -19,6 +19,7 @@ from slipstream.distributed.groups import Group, Groups, Wait
 from slipstream.lists import copy_
 from slipstream.pipeline.attendant import Attendant
 from slipstream.pipeline.host_sum import PeerLost
+from slipstream.pipeline.messages import on_host
 
 Gradients = list[Tensor | None]
 Steps = Iterator[Wait]
@@ -172,8 +173,7 @@ def assign_tied(total: Tensor | None, grads: Gradients, tie: Sequence[int]) -> N
 def to_host(vector: Tensor) -> Generator[Wait, None, list[float]]:
     """The numbers of a vector, without holding up the device's queue."""
     if vector.is_cuda:
-        host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
-        host.copy_(vector, non_blocking=True)
+        host = on_host(vector)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(vector.device))  # which need not be the current device's
         yield OnDevice(event)

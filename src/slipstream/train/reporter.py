@@ -25,6 +25,7 @@ from slipstream.metrics.append import Appending
 from slipstream.metrics.progress import Show, step_line
 from slipstream.metrics.record import Recorder
 from slipstream.metrics.throughput import Clock, Meter
+from slipstream.pipeline.messages import on_host
 from slipstream.train.board import KEPT_STEPS, Board
 from slipstream.train.engine import RunEngine
 from slipstream.train.health import Monitor
@@ -66,11 +67,9 @@ class Fetch:
 
     def __init__(self, scalars: list[Tensor]) -> None:
         mean = torch.stack(scalars).double().mean()
+        self._host = on_host(mean)
         self._event: torch.cuda.Event | None = None
-        self._host = mean
         if mean.is_cuda:
-            self._host = torch.empty((), dtype=mean.dtype, pin_memory=True)
-            self._host.copy_(mean, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(mean.device))
 

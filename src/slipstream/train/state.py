@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from slipstream.errors import CheckpointError
 from slipstream.formats import parse_json
 from slipstream.pipeline.compact import Halves, whole
+from slipstream.pipeline.messages import on_host
 from slipstream.torch_private import tree_map
 
 TENSOR = "$tensor"
@@ -107,11 +108,7 @@ class Copier:
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, Halves):
         return Halves(_copied(leaf.high), _copied(leaf.low))
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    tensor = leaf.detach()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return host.copy_(tensor, non_blocking=tensor.is_cuda)
+    return on_host(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def write_piece(folder: Path, name: str, tree: dict[str, Any]) -> dict[str, Digest]:
