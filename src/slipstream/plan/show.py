@@ -18,20 +18,6 @@ from slipstream.schedule.simulate import simulate
 
 MOST_DRAWN_STAGES = 16
 NAMES = {"pipedream_2bw": "2bw", "interleaved_1f1b": "interleaved"}  # short forms that `--schedule` takes too
-HEADER = [
-    "#",
-    "schedule",
-    "PxD",
-    "mxsize",
-    "options",
-    "net",
-    "tok/s",
-    "MFU%",
-    "GiB",
-    "idle%",
-    "delay",
-    "time",
-]
 LEGEND = (
     "net: time to loss of the best synchronous layout over this one's. size: sequences per microbatch and "
     "device (pipeline.microbatch_size is D times that). ckpt: activation checkpointing. shard: optimizer "
@@ -95,17 +81,18 @@ def ranking(plan: Plan, top: int) -> Table:
         if kind is not None and kind not in shown:
             shown.append(kind)
     rows = [_row(plan, layout) for layout in shown]
-    for name, *cells in zip(HEADER, *rows, strict=True):
+    for name in rows[0]:
         justify = "left" if name in ("schedule", "options") else "right"
-        widest = max(len(cell) for cell in (name, *cells))
+        widest = max(len(cell) for cell in (name, *(row[name] for row in rows)))
         table.add_column(name, justify=justify, no_wrap=True, min_width=widest)
     for layout, row in zip(shown, rows, strict=True):
         style = "bold green" if layout is plan.best else "cyan" if layout.shape.asynchronous else ""
-        table.add_row(*row, style=style)
+        table.add_row(*row.values(), style=style)
     return table
 
 
-def _row(plan: Plan, layout: Layout) -> list[str]:
+def _row(plan: Plan, layout: Layout) -> dict[str, str]:
+    """Cells by the heading of their column."""
     shape, gain = layout.shape, plan.net_gain(layout)
     options = [
         word
@@ -117,20 +104,20 @@ def _row(plan: Plan, layout: Layout) -> list[str]:
         )
         if on
     ]
-    return [
-        str(rank(plan, layout)),
-        NAMES.get(shape.schedule, shape.schedule),
-        f"{shape.stages}x{shape.data_ranks}",
-        f"{shape.microbatches}x{shape.microbatch_size}",
-        " ".join(options),
-        "–" if gain is None else f"{gain:.3f}",
-        si(layout.tokens_per_second),
-        f"{100 * layout.mfu:.1f}",
-        f"{layout.memory_bytes / 2**30:.1f}",
-        f"{100 * layout.speed.idle:.1f}",
-        str(layout.delay),
-        days(plan.job.training_tokens / layout.score),
-    ]
+    return {
+        "#": str(rank(plan, layout)),
+        "schedule": NAMES.get(shape.schedule, shape.schedule),
+        "PxD": f"{shape.stages}x{shape.data_ranks}",
+        "mxsize": f"{shape.microbatches}x{shape.microbatch_size}",
+        "options": " ".join(options),
+        "net": "–" if gain is None else f"{gain:.3f}",
+        "tok/s": si(layout.tokens_per_second),
+        "MFU%": f"{100 * layout.mfu:.1f}",
+        "GiB": f"{layout.memory_bytes / 2**30:.1f}",
+        "idle%": f"{100 * layout.speed.idle:.1f}",
+        "delay": str(layout.delay),
+        "time": days(plan.job.training_tokens / layout.score),
+    }
 
 
 def days(seconds: float) -> str:
