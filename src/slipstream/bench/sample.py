@@ -47,7 +47,7 @@ def take_sample(world: World, name: str, work: Work, warmup: int, updates: int) 
     with _told():
         resting_bytes = _reset_peak_memory(device)
         run = build_run(name, work, world.rank)
-        losses = _warm_up(run, warmup)
+        losses = warm_up(run, warmup)
         sample = replace(
             _timed(run, device, updates),
             peak_memory_bytes=_peak_memory_bytes(device) - resting_bytes,
@@ -67,7 +67,7 @@ def take_turns(
     with _told():
         runs = {name: build_run(name, work, world.rank) for name in names}
         for run in runs.values():
-            _warm_up(run, warmup)
+            warm_up(run, warmup)
         samples = [
             {name: _timed(runs[name], device, updates) for name in rotated(names, turn)}
             for turn in range(rounds)
@@ -94,7 +94,7 @@ def _told() -> Iterator[None]:
         raise UserError(f"{type(error).__name__}: {error}") from error
 
 
-def _warm_up(run: Run, updates: int) -> tuple[float, ...]:
+def warm_up(run: Run, updates: int) -> tuple[float, ...]:
     """The losses of its last group, on the rank that has them."""
     for _ in range(updates):
         run.step()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from slipstream.bench.contenders import ENGINE, LABELS, EngineRun, build_run
 from slipstream.bench.measure import WARM_UP_UPDATES
-from slipstream.bench.sample import settle
+from slipstream.bench.sample import settle, warm_up
 from slipstream.bench.work import Work
 from slipstream.distributed import RankPool, World
 from slipstream.errors import UserError
@@ -55,9 +55,7 @@ def measure_timeline(
 def trace_rank(world: World, name: str, work: Work) -> tuple[list[Span], int | None]:
     """One rank: warm up, then the spans of the next groups, numbered from 0."""
     run = build_run(name, work, world.rank, traced=True)
-    for _ in range(WARM_UP_UPDATES):
-        run.step()
-    run.drain()
+    warm_up(run, WARM_UP_UPDATES)
     run.take_trace()
     settle(work.device_of(world.rank))
     dist.barrier()

@@ -196,8 +196,6 @@ def markdown(study: Study, found: Sequence[Table], notes: Sequence[str]) -> str:
 def as_csv(cells: Sequence[Cell], roles: AxisRoles) -> str:
     """The loss table as plain numbers, one column each."""
     axes = _axes(cells)
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
     estimates = [
         f"{name}{part}"
         for name in ("gap", "recovered", "penalty", "penalty_by_length")
@@ -205,7 +203,8 @@ def as_csv(cells: Sequence[Cell], roles: AxisRoles) -> str:
     ]
     counted = ["seeds", "failed", "mean", "standard_error"]
     marks = ["extrapolated", "by_length_extrapolated"]
-    writer.writerow([*axes, roles.mode, *roles.best, *counted, *estimates, *marks])
+    header = [*axes, roles.mode, *roles.best, *counted, *estimates, *marks]
+    rows = []
     for cell in cells:
         labels, chosen = dict(cell.group), dict(cell.chosen)
         numbers = [cell.mean, cell.error]
@@ -216,8 +215,8 @@ def as_csv(cells: Sequence[Cell], roles: AxisRoles) -> str:
         start += [*(chosen.get(axis, "") for axis in roles.best), len(cell.results), len(cell.failed)]
         plain = ["" if value is None else f"{value:.6g}" for value in numbers]
         beyond = [int(bool(one and one.extrapolated)) for one in (cell.penalty, cell.by_length)]
-        writer.writerow([*start, *plain, *beyond])
-    return file.getvalue()
+        rows.append([str(value) for value in (*start, *plain, *beyond)])
+    return table_csv(Table(header, rows))
 
 
 def table_csv(table: Table) -> str:

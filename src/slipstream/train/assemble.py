@@ -39,6 +39,8 @@ from slipstream.train.trackers import open_trackers
 from slipstream.train.trainer import RunParts
 from slipstream.train.writer import Leader, Writer
 
+Warn = Callable[[int, str], None]
+
 
 def position_of(config: Config, world: World | None) -> Position:
     if world is None:
@@ -161,12 +163,7 @@ def _first_checkpoint(config: Config, plan: Plan) -> int | None:
 
 
 def _writer(
-    config: Config,
-    position: Position,
-    plan: Plan,
-    recorder: Recorder | None,
-    warn: Callable[[int, str], None],
-    best: Best,
+    config: Config, position: Position, plan: Plan, recorder: Recorder | None, warn: Warn, best: Best
 ) -> Writer:
     """Each rank writes what it owns; the leader commits."""
     leader = None
@@ -190,11 +187,7 @@ def _writer(
 
 
 def _memory_writer(
-    config: Config,
-    position: Position,
-    plan: Plan,
-    recorder: Recorder | None,
-    warn: Callable[[int, str], None],
+    config: Config, position: Position, plan: Plan, recorder: Recorder | None, warn: Warn
 ) -> Writer | None:
     """The same for checkpoints in memory, of which the newest is kept."""
     if not config.checkpoint.memory_every:
