@@ -16,7 +16,7 @@ counted by `schedule.occupancy`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from slipstream.errors import UserError, did_you_mean
@@ -151,14 +151,6 @@ def _bucket(parameters: float, largest: float, optimizer: str, precision: Precis
     widened = 4 * (precision.gradient == 2) + 4 * (precision.momentum == 2)
     each = 12 + widened + (4 if optimizer in NEWTON_SCHULZ else 0)
     return each * min(parameters, max(BUCKET_ELEMENTS, parameters / MOST_BUCKETS, largest))
-
-
-def bytes_per_parameter(**settings) -> Mapping[str, float]:
-    """The table of this module's docstring, for one hidden-matrix parameter."""
-    memory = weights_memory(1, 0, **settings)
-    return {
-        field.name: getattr(memory, field.name) for field in fields(memory) if getattr(memory, field.name)
-    }
 
 
 Held = list[set[tuple[tuple[int, int], ...]]]
