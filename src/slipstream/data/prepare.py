@@ -23,10 +23,10 @@ import numpy as np
 from slipstream.data.contents import digests
 from slipstream.data.shards import fingerprint, header, token_dtype
 from slipstream.data.split import Chooser, Split, place_of
+from slipstream.data.streams import Documents
 from slipstream.data.tokenizer import Tokenizer, check_vocab
 from slipstream.errors import DataError
 
-Documents = Callable[[], Iterable[str]]  # each call reads them from the start
 Progress = Callable[[str, int, int | None], None]  # what is being done, bytes so far, bytes in all
 
 _PIECE_CHARACTERS = 1 << 16  # longer documents are encoded in pieces, so that all cores have work

@@ -31,6 +31,7 @@ from slipstream.distributed.slots import DeviceSlots, HostSlots, SlotMaker
 from slipstream.torch_private import serve_with
 
 SHARED, STAGED = "slipstream", "slipstream_staged"  # the names of the backends
+SLOTS: dict[str, SlotMaker] = {SHARED: DeviceSlots, STAGED: HostSlots}  # where each keeps what travels
 
 
 def register(name: str, maker: SlotMaker, carried: str = "cuda") -> None:
@@ -41,15 +42,10 @@ def register(name: str, maker: SlotMaker, carried: str = "cuda") -> None:
         )
 
 
-def slot_maker(name: str) -> SlotMaker:
-    """Where the backend `name` keeps what travels."""
-    return {SHARED: DeviceSlots, STAGED: HostSlots}[name]
-
-
 def register_backends() -> None:
     """Make `slipstream` and `slipstream_staged` known to `torch.distributed`: groups of ranks that share one GPU."""
-    register(SHARED, DeviceSlots)
-    register(STAGED, HostSlots)
+    for name, maker in SLOTS.items():
+        register(name, maker)
 
 
 def can_share(store: dist.Store, rank: int, size: int, device: torch.device) -> bool:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.distributed.device_group import SHARED, STAGED, DeviceGroup, slot_maker
+from slipstream.distributed.device_group import SLOTS, DeviceGroup
 from slipstream.errors import UserError
 from slipstream.torch_private import default_store
 
@@ -51,7 +51,7 @@ def carrier(group: dist.ProcessGroup | None, device: torch.device) -> str:
     config = dist.get_backend_config(group)
     pairs = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
     found = pairs.get(device.type, config if not pairs else None)
-    if found not in ("gloo", "nccl", SHARED, STAGED):
+    if found not in ("gloo", "nccl", *SLOTS):
         raise UserError(
             f"The process group carries {device.type} tensors over {found or 'nothing'} ({config}). Give the stage "
             "a group made with nccl, or with cpu:gloo,cuda:nccl."
@@ -191,7 +191,7 @@ class Groups:
         if self.kind == "gloo":
             return self.host(name, ranks)
         store, rank = self._place(name, ranks)
-        maker = slot_maker(self.kind)
+        maker = SLOTS[self.kind]
         backend = DeviceGroup(store, rank, len(ranks), self._timeout, maker=maker, carried="cuda")
         return self._add(backend, ranks, self.kind)
 

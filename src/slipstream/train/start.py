@@ -35,7 +35,7 @@ def start(config: Config) -> str:
         return _under_torchrun(config, command)
     config = preflight.prepare(config)
     preflight.check(config)
-    say = _nothing if config.train.quiet else _say
+    say = (lambda text: None) if config.train.quiet else _say
     say(banner(config))
     once = cache(say)
     data_folder(
@@ -114,10 +114,6 @@ class Words:
 
 def _say(text: str) -> None:
     unbroken_console().print(text, soft_wrap=True, markup=False)
-
-
-def _nothing(text: str) -> None:
-    """What a quiet run says."""
 
 
 def own_command() -> str:
