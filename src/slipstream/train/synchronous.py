@@ -17,12 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed import pipelining
 
 from slipstream.config import Config
 from slipstream.distributed import World
@@ -45,10 +40,10 @@ from slipstream.train.engine import mesh_groups
 from slipstream.train.own_model import OwnModel
 
 _TORCH: dict[str, Callable[..., Any]] = {
-    "1f1b": Schedule1F1B,
-    "gpipe": ScheduleGPipe,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "zbv": ScheduleZBVZeroBubble,
+    "1f1b": pipelining.Schedule1F1B,
+    "gpipe": pipelining.ScheduleGPipe,
+    "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
 }
 
 
