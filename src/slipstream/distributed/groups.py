@@ -51,7 +51,7 @@ def carrier(group: dist.ProcessGroup | None, device: torch.device) -> str:
     config = dist.get_backend_config(group)
     pairs = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
     found = pairs.get(device.type, config if not pairs else None)
-    if found not in ("gloo", "nccl", *SLOTS):
+    if found is None or found not in ("gloo", "nccl", *SLOTS):
         raise UserError(
             f"The process group carries {device.type} tensors over {found or 'nothing'} ({config}). Give the stage "
             "a group made with nccl, or with cpu:gloo,cuda:nccl."

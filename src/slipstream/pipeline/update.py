@@ -303,7 +303,10 @@ class _Room:
 class _Until:
     """A place in the caller's own program: nobody else brings it about, so there is nothing to block for."""
 
-    is_completed: Callable[[], bool]
+    reached: Callable[[], bool]
+
+    def is_completed(self) -> bool:
+        return self.reached()
 
     def wait(self) -> None:
         assert self.is_completed()
