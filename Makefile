@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
+# Bytecode is kept: the tests start many processes, and each would compile the same files again.
+unexport PYTHONDONTWRITEBYTECODE
 # torch is pinned by constraints.txt so that a CPU machine never pulls CUDA packages.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Three processes of pytest keep two cores at work, since many tests wait for a time-out or a signal. A file stays with

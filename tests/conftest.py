@@ -7,6 +7,7 @@ os.environ["MIMALLOC_PURGE_DELAY"] = (
     "0"  # torch's allocator on Arm gives back what is freed, so that memory can be seen
 )
 
+import contextlib
 import gc
 import shutil
 import subprocess
@@ -75,7 +76,24 @@ def pytest_configure(config):
         config.add_cleanup(warm.close)
         warm.use(folder)
         os.environ["WARM_PLACE"] = warm.path()
+        rewrite_once(config)
         config.option.tx = [f"popen//python={sys.executable} {warm.__file__}" for _ in config.option.tx]
+
+
+def rewrite_once(config):
+    """Test files with their assertions rewritten, as bytecode, which each process of pytest would make again. pytest has
+    no public name for it: where its own are others, each does."""
+    if sys.dont_write_bytecode:
+        return
+    with contextlib.suppress(ImportError, AttributeError, TypeError):
+        from _pytest.assertion import rewrite
+
+        state = config.stash[rewrite.assertstate_key]
+        for path in Path(__file__).parent.rglob("test_*.py"):
+            kept = rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
+            if rewrite._read_pyc(path, kept) is None and rewrite.try_makedirs(kept.parent):
+                seen, code = rewrite._rewrite_test(path, config)
+                rewrite._write_pyc(state, code, seen, kept)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -118,9 +136,25 @@ def made(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def pool(warm_starts):
-    """Four ranks for every test of this process. One that is lost is replaced."""
+def ranks(warm_starts):
+    """The four ranks of this process. One that is lost is replaced."""
     from slipstream.distributed import RankPool
 
     with RankPool(4) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="module")
+def pool(ranks):
+    """Four ranks for every test of this process; new ones where a file has left theirs with many threads. DTensor keeps
+    the groups of its meshes, and each has a thread that wakes a hundred times a second until the process ends."""
+    yield ranks
+    if any(_threads(worker.pid) > 30 for worker in ranks._workers.values()):
+        ranks.close()  # others are started for the next job
+
+
+def _threads(pid):
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:  # it is gone, or there is no /proc
+        return 0

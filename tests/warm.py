@@ -36,7 +36,7 @@ STARTERS = ("slipstream.distributed.launch", "slipstream.bench.race", "slipstrea
 PRELOADED = (
     "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.fsdp", "slipstream.cli.train",
     "slipstream.train.session", "slipstream.bench.sample", "slipstream.bench.timeline", "slipstream.study.run",
-    "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama", "hypothesis",
+    "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama", "hypothesis", "pytest",
 )  # fmt: skip
 NUMBER = struct.Struct("!q")
 _place = Path()

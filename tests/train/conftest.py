@@ -98,9 +98,9 @@ def runs(tmp_path, data, pool) -> Runs:
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory, data, pool) -> Runs:
+def reference(tmp_path_factory, data, ranks) -> Runs:
     """One finished run that was never disturbed, to hold the others against."""
-    made = Runs(tmp_path_factory.mktemp("reference"), data, pool)
+    made = Runs(tmp_path_factory.mktemp("reference"), data, ranks)
     made.train("2bw", "pipeline.schedule=emulate")
     made.train("synchronous", "pipeline.schedule=emulate", "pipeline.delay=0")
     return made
