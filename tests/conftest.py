@@ -81,8 +81,8 @@ def pytest_configure(config):
 
 
 def rewrite_once(config):
-    """Test files with their assertions rewritten, as bytecode, which each process of pytest would make again. pytest has
-    no public name for it: where its own are others, each does."""
+    """Test files with their assertions rewritten, as bytecode, which each process of pytest would make again. It has
+    no public name for that: where its own are others, each does."""
     if sys.dont_write_bytecode:
         return
     with contextlib.suppress(ImportError, AttributeError, TypeError):

@@ -100,9 +100,19 @@ def whole(tensor):
     return tensor.detach().clone()
 
 
-def build(world, layout, stages, name="adamw", dtype=torch.float32, tied=True, weight=1.0, **options):
+def build(
+    world,
+    layout,
+    stages,
+    name="adamw",
+    dtype=torch.float32,
+    tied=True,
+    weight=1.0,
+    layers=tiny.LAYERS,
+    **options,
+):
     stage, index, degree, mesh, group, prepare = place(world, layout, stages)
-    module = tiny.Model(*tiny.cut(stage, stages), tied=tied, dtype=dtype)
+    module = tiny.Model(*tiny.cut(stage, stages, layers), tied=tied, dtype=dtype, layers=layers)
     if tied and stages > 1:
         names = {0: "embedding.weight", stages - 1: "head.weight"}
         options["tied"] = {"embedding": names[stage]} if stage in names else {}

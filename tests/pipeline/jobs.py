@@ -132,7 +132,7 @@ def stop(world, asker):
     return schedule.group, schedule.completed
 
 
-def snapshots(world, after, groups=12):
+def snapshots(world, after, groups=8):
     """States captured when each stage passes update `after`, without draining."""
     schedule = build(world, correction="error_feedback", max_grad_norm=0.5)
     taken = []

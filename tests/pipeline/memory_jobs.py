@@ -33,9 +33,11 @@ class Live(TorchDispatchMode):
                 rings = tensor.dtype == torch.uint8  # shared memory between neighbours, of a fixed size
                 counts = self.storages.get(tensor.untyped_storage(), True) and not rings
                 self.storages[tensor.untyped_storage()] = counts
-        self.most = max(
-            self.most, sum(storage.nbytes() for storage, counts in self.storages.items() if counts)
-        )
+        held = 0
+        for reference, counts in self.storages.data.items():  # `items` of the dictionary itself is slow
+            if counts and (storage := reference()) is not None:
+                held += storage.nbytes()
+        self.most = max(self.most, held)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         found = function(*args, **(kwargs or {}))
@@ -59,8 +61,8 @@ def optimizer(name, module):
 @mock.patch("slipstream.pipeline.compact.BUCKET_ELEMENTS", WIDTH * WIDTH)
 @mock.patch("slipstream.pipeline.compact.MOST_BUCKETS", LAYERS)
 @mock.patch("slipstream.pipeline.peers.SMALL_BYTES", 0)
-def peak(world, stages, microbatches, name="sgd", groups=4, sharded=False, evaluation=False, **options):
-    """Bytes per parameter of this stage, without the optimizer's state."""
+def peak(world, stages, microbatches, name="sgd", groups=4, sharded=False, **options):
+    """Bytes per parameter of this stage, without the optimizer's state: while it trains, and in an evaluation."""
     from torch.distributed.device_mesh import init_device_mesh
 
     ways = world.size // stages
@@ -88,4 +90,4 @@ def peak(world, stages, microbatches, name="sgd", groups=4, sharded=False, evalu
         evaluated = live.most
         schedule.close()
     count = sum(p.numel() for p in module.parameters())
-    return evaluated / count if evaluation else trained / count
+    return trained / count, evaluated / count

@@ -7,7 +7,7 @@ from torch.distributed.pipelining import PipelineStage
 from pipeline import tiny
 from slipstream import Schedule2BW, UserError
 
-M, GROUPS = 4, 8
+M, GROUPS = 4, 6
 
 
 def train(

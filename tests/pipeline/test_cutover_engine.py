@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline import tiny
-from pipeline.cutover_jobs import CASES, CUTOVERS, GROUPS, ROWS, M, length, muon, swings
+from pipeline.cutover_jobs import CUTOVERS, GROUPS, ROWS, M, cases_at, length, muon, swings
 from pipeline.test_runtime import assert_same, join
 from slipstream import Emulator, StageError, UserError, merge_states
 from slipstream.schedule.actions import Kind
@@ -32,22 +32,27 @@ def emulate(optimizer, groups=GROUPS, in_flight=None, poisoned=None, **options):
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_every_depth_is_bit_identical(pool, stages):
-    """c = 0, 1, P-1, P, P+1, m-1, m and one that changes with the group, several optimizers and corrections."""
-    ranks = pool.run("pipeline.cutover_jobs:many", CASES, ranks=stages, timeout=300)
-    for index, case in enumerate(CASES):
+    """c = P-1, P, P+1, m and one that changes with the group; for P = 4 every c. Several optimizers and corrections."""
+    cases = cases_at(stages)
+    ranks = pool.run("pipeline.cutover_jobs:many", cases, ranks=stages, timeout=300)
+    for index, case in enumerate(cases):
         assert_same(join([rank[index] for rank in ranks]), emulate(groups=length(case), **case))
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (3, 2)])
-def test_a_state_loads_into_another_depth(pool, before, after):
-    for cutover in (2, swings):
+@pytest.mark.parametrize(
+    ("before", "after", "ways"),
+    [
+        (1, 4, [(2, 1), (2, 4), (swings, 1), (swings, 4)]),
+        (4, 1, [(2, 4), (swings, 1)]),
+        (3, 2, [(2, 1), (swings, 4)]),
+    ],
+)
+def test_a_state_loads_into_another_depth(pool, before, after, ways):
+    for cutover, stop in ways:
         case = {**EF, "cutover": cutover}
-        expected = emulate(**case)
-        for stop in (1, 4):
-            head = join(pool.run("pipeline.cutover_jobs:one", range(stop), ranks=before, **case))
-            rest = pool.run("pipeline.cutover_jobs:one", range(stop, GROUPS), head[3], ranks=after, **case)
-            tail = join(rest)
-            assert_same((head[0] + tail[0], tail[1]), expected)
+        head = join(pool.run("pipeline.cutover_jobs:one", range(stop), ranks=before, **case))
+        tail = join(pool.run("pipeline.cutover_jobs:one", range(stop, GROUPS), head[3], ranks=after, **case))
+        assert_same((head[0] + tail[0], tail[1]), emulate(**case))
 
 
 @pytest.mark.parametrize("cutover", [1, 3, 5, swings])
@@ -73,10 +78,12 @@ def test_a_group_that_is_not_finite_is_skipped_on_all_stages(pool, cutover):
     assert all(torch.equal(found[1][name], weight) for name, weight in weights.items())
 
 
-@pytest.mark.parametrize("stages", [1, 3, 4])
-def test_memory_that_is_given_back_changes_nothing(pool, stages):
+@pytest.mark.parametrize(
+    ("stages", "cutovers"), [(1, (1, 5, swings)), (3, (2, 3, swings)), (4, (1, 2, 3, 5, swings))]
+)
+def test_memory_that_is_given_back_changes_nothing(pool, stages, cutovers):
     """Where replicas give their memory back when nothing reads them, the bits are the same and a state is whole."""
-    cases = [{**EF, "cutover": c, "snapshot": 4} for c in (1, 2, 3, 5, swings)]
+    cases = [{**EF, "cutover": c, "snapshot": 4} for c in cutovers]
     cases += [{"optimizer": muon, "correction": "error_feedback", "cutover": 4, "bank_dtype": torch.bfloat16}]
     wide = [{key: value for key, value in case.items() if key != "snapshot"} for case in cases]
     ranks = pool.run("pipeline.cutover_jobs:parked", cases, ranks=stages)

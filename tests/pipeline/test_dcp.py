@@ -10,6 +10,7 @@ from pipeline.citizen_jobs import M
 from pipeline.test_placement import ROWS, alone
 from slipstream import Emulator
 
+LAYERS = 2  # the only stage of some layouts has both, each of the two stages of others one
 LAYOUTS = {"fsdp": (2, 4), "fsdp 4": (1, 4), "tp": (2, 4), "fsdp x tp": (1, 4), "dp": (2, 4), "zero1": (2, 4)}
 
 
@@ -30,6 +31,7 @@ def saved(pool, tmp_path_factory):
 
 def run(pool, job, layout, folder, name, **options):
     stages, ranks = LAYOUTS[layout]
+    options["layers"] = LAYERS
     if layout == "zero1":
         layout, options = "dp", options | {"shard_optimizer": True}
     return pool.run(f"pipeline.citizen_jobs:{job}", layout, stages, str(folder), name, ranks=ranks, **options)
@@ -55,8 +57,8 @@ def test_a_saved_engine_goes_on_in_another_layout(pool, saved, before, after, na
     for key, value in state.items():
         same = torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value
         assert same, key
-    assert sum(isinstance(value, torch.Tensor) for value in state.values()) > 60
-    assert_goes_on(results, alone(name, 6))
+    assert sum(isinstance(value, torch.Tensor) for value in state.values()) > 30
+    assert_goes_on(results, alone(name, 6, layers=LAYERS))
 
 
 def assert_goes_on(results, expected):
@@ -73,7 +75,7 @@ def test_a_state_saved_after_a_flush_loads_into_a_fresh_engine_that_does_not_flu
     run(pool, "save", "fsdp", tmp_path, "adamw", synchronous=100)
     results = run(pool, "resume", "fsdp", tmp_path, "adamw", synchronous=3)
     one, other = (
-        Emulator(tiny.Model(), M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.3, synchronous=n)
+        Emulator(tiny.Model(layers=LAYERS), M, tiny.loss_fn, tiny.adamw, max_grad_norm=0.3, synchronous=n)
         for n in (100, 3)
     )
     for group in range(3):

@@ -1,5 +1,7 @@
 """The bytes that a stage holds for each parameter at its worst moment are those the planner counts."""
 
+import pytest
+
 from pipeline.memory_jobs import LAYERS
 from slipstream.pipeline import compact, gradients
 from slipstream.plan import memory
@@ -19,29 +21,38 @@ def within(found, least, most):
     assert all(least - SLACK < each < most + SLACK for each in found), found
 
 
-def test_of_each_stage(pool):
-    found = pool.run("pipeline.memory_jobs:peak", 4, 8, ranks=4, compact_master=True)
+def trained(results):
+    return [while_training for while_training, _ in results]
+
+
+@pytest.fixture(scope="module")
+def compact_run(pool):
+    return pool.run("pipeline.memory_jobs:peak", 4, 8, ranks=4, compact_master=True)
+
+
+def test_of_each_stage(compact_run):
+    found = trained(compact_run)
     assert (planned(fresh=True, waiting=False), planned(fresh=True)) == (16, 18)
     within(found, planned(fresh=True, waiting=False) + BUCKET, planned(fresh=True) + BUCKET)
 
 
-def test_of_an_evaluation(pool):
+def test_of_an_evaluation(compact_run):
     """A compact master is made whole in the memory of its halves: two banks 4, the master 4, momentum 4."""
-    found = pool.run("pipeline.memory_jobs:peak", 4, 8, ranks=4, compact_master=True, evaluation=True)
+    found = [evaluated for _, evaluated in compact_run]
     assert all(each < 12 + BUCKET + SLACK for each in found), found
 
 
 def test_of_a_sharded_optimizer(pool):
-    found = pool.run("pipeline.memory_jobs:peak", 2, 8, ranks=4, sharded=True, compact_master=True)
+    found = trained(pool.run("pipeline.memory_jobs:peak", 2, 8, ranks=4, sharded=True, compact_master=True))
     least, most = (planned(fresh=True, shards=2, waiting=waiting) + BUCKET for waiting in (False, True))
     assert (least, most) == (14, 15)
     within(found, least, most)
 
 
 def test_a_plain_master_takes_two_bytes_more_and_a_copy_of_itself_in_the_step(pool):
-    found = pool.run("pipeline.memory_jobs:peak", 4, 8, ranks=4)
+    found = trained(pool.run("pipeline.memory_jobs:peak", 4, 8, ranks=4))
     within(found, planned(fresh=True, waiting=False) + 4, planned() + 4)
-    old = pool.run("pipeline.memory_jobs:peak", 4, 8, ranks=4, cutover=8)
+    old = trained(pool.run("pipeline.memory_jobs:peak", 4, 8, ranks=4, cutover=8))
     within(old, planned(waiting=False) + 4, planned() + 4)
 
 

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 
-from pipeline.mesh_jobs import swings
+from pipeline.mesh_jobs import GROUPS, swings
 from slipstream import merge_states
 
 
@@ -77,9 +77,9 @@ def test_a_sharded_optimizer_equals_the_replicated_one(trained, optimizer):
 
 def test_a_sharded_state_loads_into_an_unsharded_run(pool, trained):
     straight = trained("plain", ranks=2)
-    head = pool.run("pipeline.mesh_jobs:train", 2, "zero1", groups=range(4), ranks=4)
+    head = pool.run("pipeline.mesh_jobs:train", 2, "zero1", groups=range(3), ranks=4)
     state = merge_states([result["state"] for result in head])
-    tail = pool.run("pipeline.mesh_jobs:train", 2, "plain", state=state, groups=range(4, 8), ranks=2)
+    tail = pool.run("pipeline.mesh_jobs:train", 2, "plain", state=state, groups=range(3, GROUPS), ranks=2)
     for name, weight in whole(straight).items():
         assert (whole(tail)[name] - weight).norm() / weight.norm() < 1e-6, name
 
@@ -87,10 +87,10 @@ def test_a_sharded_state_loads_into_an_unsharded_run(pool, trained):
 @pytest.mark.parametrize("mode", ["zero1", "fsdp"])
 def test_a_sharded_run_goes_on_from_its_own_state_bit_for_bit(pool, trained, mode):
     straight = trained(mode)
-    head = pool.run("pipeline.mesh_jobs:train", 2, mode, groups=range(4), ranks=4)
+    head = pool.run("pipeline.mesh_jobs:train", 2, mode, groups=range(3), ranks=4)
     states = [result["state"] for result in head]
     state = merge_states(states) if mode == "zero1" else states  # FSDP: to each rank its own shards
-    tail = pool.run("pipeline.mesh_jobs:train", 2, mode, state=state, groups=range(4, 8), ranks=4)
+    tail = pool.run("pipeline.mesh_jobs:train", 2, mode, state=state, groups=range(3, GROUPS), ranks=4)
     for one, two, whole_run in zip(head, tail, straight, strict=True):
         assert one["losses"] + two["losses"] == whole_run["losses"]
         for name, weight in whole_run["weights"].items():
@@ -125,7 +125,13 @@ def test_a_whole_state_loads_into_fsdp_with_a_cutover(pool):
     head = pool.run("pipeline.mesh_jobs:train", 1, "plain", ranks=1, groups=range(3), **options)
     (expected,) = pool.run("pipeline.mesh_jobs:train", 1, "plain", ranks=1, **options)
     for result in pool.run(
-        "pipeline.mesh_jobs:train", 1, "fsdp", ranks=2, state=head[0]["state"], groups=range(3, 8), **options
+        "pipeline.mesh_jobs:train",
+        1,
+        "fsdp",
+        ranks=2,
+        state=head[0]["state"],
+        groups=range(3, GROUPS),
+        **options,
     ):
         for name, weight in expected["weights"].items():
             assert (result["weights"][name] - weight).norm() / weight.norm() < 1e-6, name
@@ -133,7 +139,7 @@ def test_a_whole_state_loads_into_fsdp_with_a_cutover(pool):
 
 @pytest.mark.parametrize("in_flight", [None, 5])
 def test_a_sharded_optimizer_and_a_compact_master_follow_any_cutover(pool, in_flight):
-    options = {"cutover": swings, "bank_dtype": torch.bfloat16, "in_flight": in_flight, "groups": range(9)}
+    options = {"cutover": swings, "bank_dtype": torch.bfloat16, "in_flight": in_flight, "groups": range(7)}
     plain = pool.run("pipeline.mesh_jobs:train", 2, "plain", ranks=4, **options)
     for compact in (False, True):
         found = pool.run("pipeline.mesh_jobs:train", 2, "zero1", ranks=4, compact_master=compact, **options)

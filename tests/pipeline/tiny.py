@@ -20,11 +20,12 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A pruned full model: any stage has the full model's names, with only its own layers."""
 
-    def __init__(self, first=0, last=LAYERS, tied=True, dtype=torch.float32, bias=False):
+    def __init__(self, first=0, last=None, tied=True, dtype=torch.float32, bias=False, layers=LAYERS):
         super().__init__()
+        last = layers if last is None else last
         self.embedding = nn.Embedding(VOCAB, WIDTH) if first == 0 else None
         self.layers = nn.ModuleDict({str(i): Block(bias) for i in range(first, last)})
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False) if last == LAYERS else None
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False) if last == layers else None
         with torch.no_grad():
             for name, p in self.named_parameters():
                 name = "embedding.weight" if tied and name == "head.weight" else name
@@ -52,9 +53,9 @@ def batch(group, rows=ROWS, length=5):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def cut(stage, stages):
+def cut(stage, stages, layers=LAYERS):
     """Layers [first, last) of a stage."""
-    return stage * LAYERS // stages, (stage + 1) * LAYERS // stages
+    return stage * layers // stages, (stage + 1) * layers // stages
 
 
 def adamw(module):
@@ -73,7 +74,7 @@ OPTIMIZERS = {"adamw": adamw, "momentum": momentum}
 
 
 def finish(group):
-    return group >= 7  # of ten
+    return group >= 5  # of eight
 
 
 def every_third(group):
