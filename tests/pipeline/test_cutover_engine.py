@@ -32,7 +32,7 @@ def emulate(optimizer, groups=GROUPS, in_flight=None, poisoned=None, **options):
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_every_depth_is_bit_identical(pool, stages):
-    """c = P-1, P, P+1, m and one that changes with the group; for P = 4 every c. Several optimizers and corrections."""
+    """c = 0, 1, P-1, P, P+1, m-1, m and one that changes with the group, several optimizers and corrections."""
     cases = cases_at(stages)
     ranks = pool.run("pipeline.cutover_jobs:many", cases, ranks=stages, timeout=300)
     for index, case in enumerate(cases):
