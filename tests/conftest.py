@@ -136,7 +136,7 @@ def made(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def ranks(warm_starts):
+def four_ranks(warm_starts):
     """The four ranks of this process. One that is lost is replaced."""
     from slipstream.distributed import RankPool
 
@@ -145,12 +145,12 @@ def ranks(warm_starts):
 
 
 @pytest.fixture(scope="module")
-def pool(ranks):
+def pool(four_ranks):
     """Four ranks for every test of this process; new ones where a file has left theirs with many threads. DTensor keeps
     the groups of its meshes, and each has a thread that wakes a hundred times a second until the process ends."""
-    yield ranks
-    if any(_threads(worker.pid) > 30 for worker in ranks._workers.values()):
-        ranks.close()  # others are started for the next job
+    yield four_ranks
+    if any(_threads(worker.pid) > 30 for worker in four_ranks._workers.values()):
+        four_ranks.close()  # others are started for the next job
 
 
 def _threads(pid):
