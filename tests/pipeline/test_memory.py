@@ -1,5 +1,7 @@
 """The bytes that a stage holds for each parameter at its worst moment are those the planner counts."""
 
+from dataclasses import asdict
+
 import pytest
 
 from pipeline.memory_jobs import LAYERS
@@ -12,7 +14,7 @@ SLACK = 0.15  # activations, and the numbers of an update
 
 
 def planned(**settings):
-    found = memory.bytes_per_parameter(**EF, **settings)
+    found = asdict(memory.weights_memory(1, 0, **EF, **settings))
     return sum(value for part, value in found.items() if part != "transient")
 
 
