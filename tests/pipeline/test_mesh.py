@@ -139,7 +139,7 @@ def test_a_whole_state_loads_into_fsdp_with_a_cutover(pool):
 
 @pytest.mark.parametrize("in_flight", [None, 5])
 def test_a_sharded_optimizer_and_a_compact_master_follow_any_cutover(pool, in_flight):
-    options = {"cutover": swings, "bank_dtype": torch.bfloat16, "in_flight": in_flight, "groups": range(7)}
+    options = {"cutover": swings, "bank_dtype": torch.bfloat16, "in_flight": in_flight, "groups": range(9)}
     plain = pool.run("pipeline.mesh_jobs:train", 2, "plain", ranks=4, **options)
     for compact in (False, True):
         found = pool.run("pipeline.mesh_jobs:train", 2, "zero1", ranks=4, compact_master=compact, **options)
