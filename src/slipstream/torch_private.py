@@ -59,7 +59,7 @@ def norms(tensors: Tensors) -> list[Tensor]:
 
 def has_grad_hooks(parameter: Tensor) -> bool:
     """Whether someone is told when autograd has added to its gradient."""
-    return bool(parameter._post_accumulate_grad_hooks)  # pyright: ignore[reportAttributeAccessIssue]
+    return bool(parameter._post_accumulate_grad_hooks)  # pyrefly: ignore[missing-attribute]
 
 
 def traced_graph(stage: Any) -> tuple[Any, Any, dict[str, int]]:
