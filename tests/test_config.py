@@ -99,8 +99,8 @@ def test_every_problem_is_reported_with_its_nearest_key():
         ([*EMULATED, "pipeline.delay=[1, 0]", "pipeline.mismatch=[1]"], "one number for each stage"),
         ([*EMULATED, "pipeline.mismatch=1", "train.compile=true"], "may read a copy of the weights"),
         ([*EMULATED, "pipeline.mismatch=1", "optim.sync_start=0.1"], "a flushed update has no mismatch"),
-        (["train.cuda_graphs=true"], "train.cuda_graphs records the microbatches of one process"),
-        ([*EMULATED, "train.cuda_graphs=true", "train.device=cpu"], "on a GPU"),
+        (["train.cuda_graphs=true", "train.device=cpu"], "train.cuda_graphs records what a GPU runs"),
+        (["train.cuda_graphs=true", "pipeline.schedule=zbv", "train.device=cuda"], "cuts it in two"),
         ([*EMULATED, "train.cuda_graphs=true", "pipeline.mismatch=1"], "one set of weights"),
     ],
 )

@@ -33,6 +33,7 @@ PRIVATE = {
     "_opt_called",
     "_optimizer_step_post_hooks",
     "_optimizer_step_pre_hooks",
+    "_post_accumulate_grad_hooks",
     "_register_backend",
     "_set_default_backend",
     "torch.utils._pytree",
@@ -70,6 +71,7 @@ def private_names(path: Path) -> set[str]:
                 "group",
                 "fsdp_module",
                 "fsdp_state",
+                "parameter",
             }:
                 found.add(node.attr)
     return found

@@ -57,6 +57,11 @@ def norms(tensors: Tensors) -> list[Tensor]:
     return list(torch._foreach_norm(list(tensors))) if tensors else []
 
 
+def has_grad_hooks(parameter: Tensor) -> bool:
+    """Whether someone is told when autograd has added to its gradient."""
+    return bool(parameter._post_accumulate_grad_hooks)  # pyrefly: ignore[missing-attribute]
+
+
 def traced_graph(stage: Any) -> tuple[Any, Any, dict[str, int]]:
     """(outer graph node, outer graph, submodule name -> stage) of a stage made by torch's pipeline tracer."""
     return stage.node, stage.pipe_info.graph, stage.submod_to_stage_index

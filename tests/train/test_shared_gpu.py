@@ -35,6 +35,27 @@ def test_ranks_on_one_gpu_train_like_one_process(runs, schedule, stages, dtype):
 
 @pytest.mark.gpu
 @on_gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16_autocast", "bfloat16"])
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b", "gpipe", "interleaved_1f1b"])
+def test_stages_as_cuda_graphs_train_as_plain_ones(runs, schedule, dtype):
+    """Validations between updates, and the last updates fresh: both are computed plainly, or at other weights."""
+    common = [
+        "train.device=cuda",
+        f"train.dtype={dtype}",
+        "train.eval_every=5",
+        f"pipeline.schedule={schedule}",
+    ]
+    stages = 2 if schedule == "interleaved_1f1b" else 4
+    finish = ["optim.sync_finish=3"] if schedule == "2bw" else []
+    for name, graphs in (("plain", "false"), ("recorded", "true")):
+        runs.train(name, f"pipeline.stages={stages}", f"train.cuda_graphs={graphs}", *common, *finish)
+    for kind in ("step", "validation"):
+        plain, recorded = ([e["loss"] for e in runs.events(name, kind)] for name in ("plain", "recorded"))
+        assert recorded == pytest.approx(plain, rel=1e-5 if dtype == "float32" else 1e-3)
+
+
+@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("more", [[], ["pipeline.data_ranks=2", "pipeline.shard_optimizer=true"]])
 def test_a_bfloat16_run_resumes_from_a_master_in_halves(runs, more):
     narrow = ["pipeline.stages=2", "train.device=cuda", "train.dtype=bfloat16", "checkpoint.keep=9", *more]

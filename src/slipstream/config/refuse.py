@@ -298,10 +298,12 @@ def _train(config: Config) -> Iterator[str]:
             f"train.gradient_dtype = '{train.gradient_dtype}' goes with train.dtype=bfloat16 and the 2bw or emulate "
             "schedule only. Drop it."
         )
-    if train.cuda_graphs and (config.pipeline.schedule != "emulate" or train.device == "cpu"):
+    if train.cuda_graphs and train.device == "cpu":
+        yield "train.cuda_graphs records what a GPU runs; with train.device = 'cpu' it cannot take effect. Drop it."
+    if train.cuda_graphs and config.pipeline.schedule == "zbv":
         yield (
-            "train.cuda_graphs records the microbatches of one process on a GPU; with pipeline.schedule = "
-            f"'{config.pipeline.schedule}' and train.device = '{train.device}' it cannot take effect. Drop it."
+            "train.cuda_graphs records a backward as one, and pipeline.schedule = 'zbv' cuts it in two. Drop it, or "
+            "use 2bw, 1f1b, gpipe or interleaved_1f1b."
         )
     if train.cuda_graphs and config.pipeline.mismatch not in (0, [0]):
         yield (

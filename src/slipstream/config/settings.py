@@ -191,7 +191,7 @@ class TrainSettings(Settings):
     )
     cuda_graphs: bool = _layout(
         False,
-        "emulate on a GPU: forward and backward of a microbatch as one launch, for models bound by the host",
+        "on GPUs: forward and backward of a microbatch as one launch each, for models bound by the host",
     )
     fuse: bool = _layout(
         False,

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ from slipstream.kernels.normalise import normalised
 from slipstream.kernels.product import product
 from slipstream.kernels.symmetric import programs_at_once, symmetric_product, tiles
 from slipstream.lists import norms
+from slipstream.optim.recorded_iteration import RecordedIteration, worth_recording
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
@@ -204,6 +205,16 @@ def stacks(like: Sequence[Tensor]) -> list[Stack]:
     return found
 
 
+def recorded(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, steps: int
+) -> RecordedIteration | None:
+    """The iteration on stacks of this shape as one launch, where the host takes longer to call it than the device to
+    run it, and where it has come up before; None: compute it plainly."""
+    if not (dtype == torch.bfloat16 and runs_on(device)):
+        return None
+    return worth_recording((shape, dtype, device, steps), partial(orthogonalise, steps=steps))
+
+
 def orthogonal_stacks(
     stacks: Sequence[Stack], fill: Fill, steps: int = STEPS
 ) -> Iterator[tuple[list[int], list[Tensor]]]:
@@ -212,6 +223,8 @@ def orthogonal_stacks(
     Yields the indices of a stack and, for each, its orthogonalised tensor.
     """
     for stack in stacks:
-        memory = stack.empty()
+        iteration = recorded(stack.shape, stack.dtype, stack.device, steps)
+        memory = stack.empty() if iteration is None else iteration.memory
         fill(stack.indices, stack.views(memory))
-        yield stack.indices, stack.views(orthogonalise(memory, steps))
+        found = orthogonalise(memory, steps) if iteration is None else iteration.replayed()
+        yield stack.indices, stack.views(found)

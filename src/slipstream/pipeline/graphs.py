@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from slipstream.cuda_graphs import beside, captured
 from slipstream.errors import UserError
 from slipstream.lists import add_, copy_
 from slipstream.pipeline.microbatches import Microbatch
@@ -55,17 +56,9 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream()
 
     def record(self, body: Callable[[], Computed]) -> tuple[Computed, Callable[[], None]]:
-        current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
-        try:
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                body()  # libraries make their workspaces for this stream
-            current.wait_stream(self._stream)
-            # By thread: the one that loads data ahead may pin memory meanwhile.
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                computed = body()
-        finally:
-            torch.cuda.set_stream(current)  # a capture that fails leaves its own behind
+        with beside(self._stream):
+            body()  # libraries make their workspaces for this stream
+            graph, computed = captured(body, self._pool)
         return computed, graph.replay
 
 

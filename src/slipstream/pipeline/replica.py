@@ -50,7 +50,10 @@ class Replica:
 
     @property
     def owns_memory(self) -> bool:
-        """Whether each weight has a storage to itself, which may be given back; views of one buffer have not."""
+        """Whether each weight has a storage to itself, which may be given back; views of one buffer have not, and
+        weights that are recorded stay where they are."""
+        if getattr(self.call, "fixed_addresses", False):
+            return False
         return all(weight.untyped_storage().nbytes() == weight.nbytes for weight in self.weights)
 
     def free(self, indices: Iterable[int] | None = None) -> None:

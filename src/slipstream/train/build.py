@@ -26,6 +26,7 @@ from slipstream.models.stages import Stage, build_stage, split
 from slipstream.optim import build as build_optimizer
 from slipstream.optim.corrections import Correction, build_correction, synchronous_groups
 from slipstream.optim.lr import schedule as lr_schedule
+from slipstream.pipeline.stage_graphs import stage_graphs
 from slipstream.schedule.cutover import Cutover
 from slipstream.train.export import read_weights
 from slipstream.train.own_model import OwnModel, TransformersModel
@@ -165,24 +166,29 @@ def dynamic(config: Config) -> bool | None:
 
 
 def preparation(config: Config) -> Callable[[nn.Module], Any] | None:
-    """What is applied to each replica and the master: compilation, and autocast where weights are wider."""
+    """What is applied to each replica and the master: compilation, autocast where weights are wider, CUDA graphs."""
     train = config.train
-    if not train.compile and train.dtype == "float32":
+    recorded = train.cuda_graphs and config.pipeline.schedule != "emulate"  # which records more than a stage
+    if not train.compile and train.dtype == "float32" and not recorded:
         return None
+    graphs = stage_graphs() if recorded else None
 
     def prepare(module: nn.Module) -> Any:
         call = _compiled(module, train.compile, dynamic(config)) if train.compile else module
         narrow = all(p.dtype == torch.bfloat16 for p in module.parameters())
-        if train.dtype == "float32" or narrow:
-            return call
-
-        def autocast(*args: Any, **kwargs: Any) -> Any:
-            with torch.autocast("cuda", torch.bfloat16):
-                return call(*args, **kwargs)
-
-        return autocast
+        if train.dtype != "float32" and not narrow:
+            call = _under_autocast(call)
+        return call if graphs is None else graphs.wrap(module, call)
 
     return prepare
+
+
+def _under_autocast(call: Callable[..., Any]) -> Callable[..., Any]:
+    def autocast(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cuda", torch.bfloat16):
+            return call(*args, **kwargs)
+
+    return autocast
 
 
 def _compiled(module: nn.Module, how: bool | str, dynamic: bool | None) -> Any:

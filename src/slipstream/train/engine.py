@@ -36,6 +36,8 @@ def engine_of(config: Config, model: build.Model, world: World | None, device: t
     """One rank of a run."""
     if not config.train.compile:
         spare_compiler()
+    if config.train.cuda_graphs and device.type != "cuda":
+        raise UserError("train.cuda_graphs needs a GPU, and torch sees none. Drop it.")
     if world is None:
         return _emulated(config, model, device)
     if config.synchronous:
@@ -74,8 +76,6 @@ def _emulated(config: Config, model: build.Model, device: torch.device) -> Emula
     """One process for the whole model."""
     delay, cutover = config.pipeline.delay, config.pipeline.cutover
     count = max(len(of) if isinstance(of, list) else 1 for of in (delay, cutover))
-    if config.train.cuda_graphs and device.type != "cuda":
-        raise UserError("train.cuda_graphs needs a GPU, and torch sees none. Drop it.")
     modules = build.stage_modules(config, model, count, list(range(count)), device)
     if isinstance(model, ModelConfig) and model.tied:
         _share_embedding(modules)

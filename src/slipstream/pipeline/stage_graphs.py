@@ -1,0 +1,304 @@
+"""Forward and backward of a stage as CUDA graphs: one launch each where the host made a hundred.
+
+A pipeline keeps several microbatches between forward and backward, and what a forward leaves for its backward lies in
+the memory of the recording. So there is a *slot* for each microbatch in flight, with memory of its own, and a replica
+is recorded once for each slot that it meets. Replicas share a slot's memory: it holds one microbatch at a time.
+
+Invariants: a recording computes what the plain call computes, in the same order, so nothing changes but who launches
+the kernels. A forward takes a slot and its backward gives it back; what the forward returned is good until then. The
+gradients of weights leave their scratch, which all recordings share, before that backward returns. Weights are written
+in place and never move: replicas that are recorded keep their memory. What cannot be recorded is computed plainly for
+ever, with one warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.cuda_graphs import beside, captured
+from slipstream.lists import add_, copy_
+from slipstream.torch_private import has_grad_hooks
+
+PLAIN_CALLS = 2  # of each replica before it is recorded
+MOST_SLOTS = 32  # in flight; any more are computed plainly
+
+Outputs = list[Tensor]
+Forward = Callable[[], Outputs]
+Backward = Callable[[Outputs], None]
+
+
+class Recorder(Protocol):
+    """Something that can run two functions again without Python, the second on what the first has left."""
+
+    def record(
+        self, forward: Forward, backward: Backward
+    ) -> tuple[Outputs, Callable[[], None], Callable[[], None]]:
+        """What `forward` will have returned, at fixed addresses, and calls that run each of the two. Both are run once
+        before anything is recorded, so that what they make the first time is there."""
+        ...
+
+
+class StageCudaGraphs:
+    """Of one slot: its graphs share a pool, and lie over each other in it. `stream`: the one that is recorded."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = stream
+
+    def record(
+        self, forward: Forward, backward: Backward
+    ) -> tuple[Outputs, Callable[[], None], Callable[[], None]]:
+        with beside(self._stream):
+            # Libraries make their workspaces for this stream, and compilers their code.
+            backward(forward())
+            first, outputs = captured(forward, self._pool)
+            second, _ = captured(lambda: backward(outputs), self._pool)
+        return [output.detach() for output in outputs], first.replay, second.replay
+
+
+def stage_graphs() -> StageGraphs:
+    """Of CUDA graphs, on the current device."""
+    stream = torch.cuda.Stream()
+    return StageGraphs(lambda: StageCudaGraphs(stream))
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A replica in one slot, at fixed addresses."""
+
+    slot: Slot
+    inputs: list[Tensor]
+    outputs: Outputs
+    differentiable: list[bool]  # by output
+    seeds: list[Tensor]  # gradients of those that are
+    input_grads: list[Tensor | None]
+    scratch: list[Tensor | None]  # gradients of the weights
+    weights: list[nn.Parameter]
+    forward: Callable[[], None]
+    backward: Callable[[], None]
+
+
+@dataclass(eq=False)
+class Slot:
+    """The memory of one microbatch in flight."""
+
+    recorder: Recorder
+    taken: bool = False
+
+
+class StageGraphs:
+    """The slots of a rank, and the scratch that its recordings share. `make`: a recorder for a new slot."""
+
+    def __init__(self, make: Callable[[], Recorder]) -> None:
+        self._make: Callable[[], Recorder] | None = make
+        self._slots: list[Slot] = []
+        self._scratch: dict[tuple[object, ...], list[Tensor | None]] = {}
+
+    def wrap(self, module: nn.Module, call: Callable[..., Any]) -> RecordedCall:
+        return RecordedCall(self, module, call)
+
+    def take(self) -> Slot | None:
+        slot = next((slot for slot in self._slots if not slot.taken), None)
+        if slot is None and self._make is not None and len(self._slots) < MOST_SLOTS:
+            slot = Slot(self._make())
+            self._slots.append(slot)
+        if slot is not None:
+            slot.taken = True
+        return slot
+
+    @property
+    def broken(self) -> bool:
+        return self._make is None
+
+    def give_up(self, why: RuntimeError) -> None:
+        self._make = None
+        warnings.warn(
+            "A stage cannot be recorded as CUDA graphs, so its kernels are launched one by one: "
+            f"{str(why).splitlines()[0]}",
+            stacklevel=2,
+        )
+
+    def scratch(self, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Laid out as the weights, in the gradients' dtypes; the same for all replicas of a stage."""
+        pairs = list(zip(weights, grads, strict=True))
+        key = tuple((w.shape, w.stride(), w.device, None if g is None else g.dtype) for w, g in pairs)
+        if key not in self._scratch:
+            self._scratch[key] = [None if g is None else torch.empty_like(w, dtype=g.dtype) for w, g in pairs]
+        return self._scratch[key]
+
+
+class RecordedCall:
+    """A prepared module that is computed as CUDA graphs wherever a backward will follow."""
+
+    fixed_addresses = True  # its weights may not be given back
+
+    def __init__(self, graphs: StageGraphs, module: nn.Module, call: Callable[..., Any]) -> None:
+        self._graphs, self._module, self._call = graphs, module, call
+        self._weights = [p for p in module.parameters() if p.requires_grad]
+        self._places: list[int] = []
+        self._recordings: dict[Slot, Recording] = {}
+        self._kind: tuple[object, ...] | None = None  # of the microbatches that are recorded: the first's
+        self._calls = 0
+        self._single = True  # whether it returns a tensor, and not several
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        slot = None if kwargs or not torch.is_grad_enabled() else self._slot_for(args)
+        if slot is None:
+            return self._call(*args, **kwargs)
+        recording = self._recordings.get(slot) or self._record(slot, args)
+        if recording is None:
+            slot.taken = False
+            return self._call(*args)
+        assert self._places == [weight.data_ptr() for weight in self._weights], "a recorded weight has moved"
+        outputs = _Replayed.apply(recording, *args, *self._weights)
+        return outputs[0] if self._single else outputs
+
+    def _slot_for(self, args: Sequence[Any]) -> Slot | None:
+        if self._graphs.broken or not all(isinstance(arg, Tensor) for arg in args):
+            return None
+        kind = tuple((arg.shape, arg.dtype, arg.device, arg.requires_grad) for arg in args)
+        self._kind = self._kind or kind
+        self._calls += 1
+        return self._graphs.take() if kind == self._kind and self._calls > PLAIN_CALLS else None
+
+    def _record(self, slot: Slot, args: Sequence[Tensor]) -> Recording | None:
+        inputs = [arg.detach().clone().requires_grad_(arg.requires_grad) for arg in args]
+        # Autograd knows the weights of microbatches in flight by the stream they are on, and would make this one wait
+        # for it. So they are recorded under other names.
+        aliases = {weight: nn.Parameter(weight.detach()) for weight in self._weights}
+        leaves = [leaf for leaf in inputs if leaf.requires_grad]
+        differentiable: list[bool] = []
+        seeds: list[Tensor] = []
+        input_grads: list[Tensor | None] = []
+        scratch: list[Tensor | None] = []
+
+        def forward() -> Outputs:
+            # Casts of the weights that a caller under autocast keeps are of other weights, in memory of others.
+            torch.clear_autocast_cache()
+            with _exchanged(self._module, aliases):
+                made = self._call(*inputs)
+            torch.clear_autocast_cache()
+            self._single = isinstance(made, Tensor)
+            outputs = [made] if isinstance(made, Tensor) else list(made)
+            if not all(isinstance(output, Tensor) for output in outputs):
+                raise RuntimeError("it returns something else than tensors.")
+            differentiable[:] = [output.requires_grad for output in outputs]
+            return outputs
+
+        def backward(outputs: Outputs) -> None:
+            roots = [output for output in outputs if output.requires_grad]
+            first = not seeds
+            if first:
+                seeds.extend(torch.zeros_like(root) for root in roots)
+            wanted = [*leaves, *aliases.values(), *(self._weights if first else [])]
+            with _exchanged(self._module, aliases):  # which computes layers again that kept nothing
+                found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+            of_inputs, of_weights, strays = (
+                found[: len(leaves)],
+                found[len(leaves) :][: len(aliases)],
+                found[len(leaves) + len(aliases) :],
+            )
+            if any(grad is not None for grad in strays):
+                raise RuntimeError("it uses weights that are not attributes of its modules.")
+            if first:
+                input_grads.extend(None if g is None else torch.empty_like(g) for g in of_inputs)
+                scratch.extend(self._graphs.scratch(self._weights, of_weights))
+            with torch.no_grad():
+                for kept, grads in ((input_grads, of_inputs), (scratch, of_weights)):
+                    copy_(_present(kept), _present(grads))
+
+        try:
+            outputs, replay_forward, replay_backward = slot.recorder.record(forward, backward)
+        except RuntimeError as error:
+            self._graphs.give_up(error)
+            return None
+        self._places = self._places or [weight.data_ptr() for weight in self._weights]
+        own = iter(input_grads)
+        by_input = [next(own) if leaf.requires_grad else None for leaf in inputs]
+        recording = Recording(
+            slot, inputs, outputs, differentiable, seeds, by_input, scratch, self._weights, replay_forward,
+            replay_backward,
+        )  # fmt: skip
+        self._recordings[slot] = recording
+        return recording
+
+
+class _Replayed(torch.autograd.Function):
+    """A recording between what came before the stage and what comes after it."""
+
+    @staticmethod
+    def forward(ctx: Any, recording: Recording, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.recording = recording
+        ctx.set_materialize_grads(False)
+        copy_(recording.inputs, tensors[: len(recording.inputs)])
+        recording.forward()
+        outputs = tuple(output.detach() for output in recording.outputs)
+        pairs = zip(outputs, recording.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(output for output, differentiable in pairs if not differentiable))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        recording: Recording = ctx.recording
+        pairs = zip(grads, recording.differentiable, strict=True)
+        given = [grad for grad, differentiable in pairs if differentiable]
+        for seed, grad in zip(recording.seeds, given, strict=True):
+            seed.zero_() if grad is None else seed.copy_(grad)
+        recording.backward()
+        of_weights = _collected(recording)
+        of_inputs = [None if grad is None else grad.clone() for grad in recording.input_grads]
+        recording.slot.taken = False
+        return (None, *of_inputs, *of_weights)
+
+
+def _collected(recording: Recording) -> list[Tensor | None]:
+    """Into `.grad`, as autograd would: the first microbatch sets it, the others add to it. Weights that someone
+    watches are left to autograd."""
+    left: list[Tensor | None] = [None] * len(recording.weights)
+    firsts, first_terms, sums, terms = [], [], [], []
+    for i, (weight, grad) in enumerate(zip(recording.weights, recording.scratch, strict=True)):
+        if grad is None:
+            continue
+        if weight.grad is not None and not has_grad_hooks(weight):
+            sums.append(weight.grad)
+            terms.append(grad)
+            continue
+        fresh = torch.empty_like(grad)
+        firsts.append(fresh)
+        first_terms.append(grad)
+        if has_grad_hooks(weight):
+            left[i] = fresh
+        else:
+            weight.grad = fresh
+    copy_(firsts, first_terms)
+    add_(sums, terms)
+    return left
+
+
+@contextmanager
+def _exchanged(module: nn.Module, others: dict[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+    """The module with other parameters in the places of its own."""
+    places = [
+        (owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+        if parameter in others
+    ]
+    for owner, name, parameter in places:
+        setattr(owner, name, others[parameter])
+    try:
+        yield
+    finally:
+        for owner, name, parameter in places:
+            setattr(owner, name, parameter)
+
+
+def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]

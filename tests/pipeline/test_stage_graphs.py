@@ -1,0 +1,229 @@
+"""Recorded stages: the same bits as plain ones, with several microbatches in flight.
+
+The recorder here runs Python again, at fixed addresses; `test_gpu.py` records CUDA graphs.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline import tiny
+from pipeline.recorded import Made
+from slipstream.pipeline import stage_graphs
+from slipstream.pipeline.replica import make_replica
+from slipstream.pipeline.stage_graphs import PLAIN_CALLS, StageGraphs
+
+GROUPS = range(8)
+
+
+def interleaved(calls, in_flight, microbatches=12, device="cpu"):
+    """One forward, one backward, `in_flight` between them, over modules in turn: outputs, gradients of inputs."""
+    waiting, seen = [], []
+
+    def land():
+        x, y = waiting.pop(0)
+        y.square().sum().backward()
+        seen.append((y.detach().clone(), x.grad.clone()))
+
+    for index in range(microbatches):
+        x = (
+            torch.randn(3, tiny.WIDTH, generator=torch.Generator().manual_seed(index))
+            .to(device)
+            .requires_grad_()
+        )
+        waiting.append((x, calls[index // 2 % len(calls)](x)))
+        if len(waiting) > in_flight:
+            land()
+    while waiting:
+        land()
+    return seen
+
+
+@pytest.mark.parametrize("in_flight", [0, 1, 4])
+@pytest.mark.parametrize("watched", [False, True])
+def test_any_number_in_flight_changes_no_bit(in_flight, watched):
+    modules = [tiny.Block() for _ in range(2)]
+    plain, recorded, made, told = copy.deepcopy(modules), modules, Made(), []
+    if watched:
+        for parameter in recorded[0].parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: told.append(p.grad.clone()))
+    expected = interleaved(plain, in_flight)
+    found = interleaved([made.prepare(module) for module in recorded], in_flight)
+    for one, other in zip(found, expected, strict=True):
+        assert all(map(torch.equal, one, other))
+    for one, other in zip(recorded, plain, strict=True):
+        for parameter, same in zip(one.parameters(), other.parameters(), strict=True):
+            assert torch.equal(parameter.grad, same.grad)
+    assert made.forwards == made.backwards == 12 - 2 * PLAIN_CALLS
+    assert made.slots <= in_flight + 1
+    assert made.recorded <= 2 * made.slots
+    assert len(told) == (6 * len(list(recorded[0].parameters())) if watched else 0)
+
+
+def test_what_a_stage_hands_on_beside_tensors_with_gradients():
+    """Numbers that go through as they are, and an output that the loss does not depend on."""
+
+    class Several(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+        def forward(self, x, numbers):
+            return x * self.weight, numbers, x + self.weight
+
+    module = Several()
+    plain, call = copy.deepcopy(module), Made().prepare(module)
+    for index in range(6):
+        x, numbers = torch.randn(2, 3), torch.arange(2) + index
+        for used in (call, plain):
+            y, same, _ = used(x, numbers)
+            assert torch.equal(same, numbers)
+            assert not same.requires_grad
+            y.sum().backward()
+    assert torch.equal(module.weight.grad, plain.weight.grad)
+    assert module.unused.grad is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"correction": "error_feedback", "max_grad_norm": 0.1},
+        {"correction": "error_feedback", "cutover": 4, "m": 8},
+        {"correction": "none", "synchronous": 3},
+        {"correction": "error_feedback", "bank_dtype": torch.bfloat16, "cutover": 4, "m": 8},
+    ],
+)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_the_engine_gives_the_same_bits(pool, stages, options):
+    m = options.get("m", 4)
+    for plain, recorded, (slots, _, forwards, backwards) in pool.run(
+        "pipeline.recorded:train_both", GROUPS, ranks=stages, **options, tied=False
+    ):
+        assert recorded["losses"] == plain["losses"]
+        for name, weight in plain["weights"].items():
+            assert torch.equal(recorded["weights"][name], weight), name
+        assert forwards == backwards >= (len(GROUPS) - 2) * m - 3 * PLAIN_CALLS
+        assert slots <= m + 1
+
+
+def test_a_recorded_replica_keeps_its_memory():
+    assert make_replica(tiny.Block(), None, None).owns_memory
+    assert not make_replica(tiny.Block(), None, Made().prepare).owns_memory
+
+
+def test_a_weight_that_moved_is_not_read_where_it_was():
+    module = tiny.Block()
+    call = Made().prepare(module)
+    x = torch.ones(2, tiny.WIDTH)
+    for _ in range(PLAIN_CALLS + 1):
+        call(x).sum().backward()
+    module.up.weight.data = module.up.weight.data.clone()
+    with pytest.raises(AssertionError, match="moved"):
+        call(x)
+
+
+class Broken:
+    def record(self, forward, backward):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+
+def test_what_cannot_be_recorded_is_computed_plainly_with_one_warning(monkeypatch):
+    module, graphs = tiny.Block(), StageGraphs(Broken)
+    plain, call = copy.deepcopy(module), graphs.wrap(module, module)
+    with pytest.warns(UserWarning, match="not permitted when stream is capturing") as caught:
+        found = interleaved([call], 2)
+    for one, other in zip(found, interleaved([plain], 2), strict=True):
+        assert all(map(torch.equal, one, other))
+    assert len(caught) == 1
+    monkeypatch.setattr(stage_graphs, "MOST_SLOTS", 2)
+    made = Made()
+    module = copy.deepcopy(plain)
+    for one, other in zip(interleaved([made.prepare(module)], 4), found, strict=True):
+        assert all(map(torch.equal, one, other))
+    assert made.slots == 2
+
+
+def test_weights_that_no_module_holds_are_not_lost():
+    class Elsewhere(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = tiny.Block()
+            self.weights = list(self.layer.parameters())
+
+        def forward(self, x):
+            return self.layer(x) + self.weights[0].sum()
+
+    module = Elsewhere()
+    plain, call = copy.deepcopy(module), Made().prepare(module)
+    with pytest.warns(UserWarning, match="not attributes of its modules"):
+        found = interleaved([call], 2)
+    for one, other in zip(found, interleaved([plain], 2), strict=True):
+        assert all(map(torch.equal, one, other))
+    for parameter, same in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad, same.grad)
+
+
+def test_a_compiled_stage_is_not_compiled_again_for_its_recording():
+    module, compilations = tiny.Block(), []
+
+    def backend(graph, inputs):
+        compilations.append(graph)
+        return graph.forward
+
+    made = Made()
+    interleaved([made.graphs.wrap(module, torch.compile(module, backend=backend))], 2)
+    assert made.recorded > 0
+    assert len(compilations) == 1
+
+
+def test_without_gradients_nothing_is_recorded():
+    made, module = Made(), tiny.Block()
+    call = made.prepare(module)
+    with torch.no_grad():
+        for _ in range(4):
+            assert torch.equal(call(torch.ones(2, tiny.WIDTH)), module(torch.ones(2, tiny.WIDTH)))
+    assert made.recorded == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("in_flight", [0, 1, 4])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_cuda_graphs_with_any_number_in_flight_change_no_bit(in_flight, compiled):
+    modules = [tiny.Block().cuda() for _ in range(2)]
+    plain, graphs = copy.deepcopy(modules), stage_graphs.stage_graphs()
+
+    def calls(of):
+        return [torch.compile(module) if compiled else module for module in of]
+
+    wrapped = [graphs.wrap(*pair) for pair in zip(modules, calls(modules), strict=True)]
+    found = interleaved(wrapped, in_flight, device="cuda")
+    assert not graphs.broken
+    for one, other in zip(found, interleaved(calls(plain), in_flight, device="cuda"), strict=True):
+        assert all(map(torch.equal, one, other))
+    for one, other in zip(modules, plain, strict=True):
+        for parameter, same in zip(one.parameters(), other.parameters(), strict=True):
+            assert torch.equal(parameter.grad, same.grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_capture_that_fails_leaves_everything_usable():
+    class Synchronising(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = tiny.Block()
+
+        def forward(self, x):
+            x = x + torch.rand(1, device=x.device)
+            return self.layer(x) * (1.0 if x.sum().item() > 0 else 2.0)
+
+    module, graphs = Synchronising().cuda(), stage_graphs.stage_graphs()
+    stream = torch.cuda.current_stream()
+    with pytest.warns(UserWarning, match="cannot be recorded"):
+        found = interleaved([graphs.wrap(module, module)], 2, device="cuda")
+    assert torch.cuda.current_stream() == stream
+    assert torch.isfinite(torch.stack([y.sum() for y, _ in found])).all()
+    assert len(torch.rand(100, device="cuda").unique()) > 90
