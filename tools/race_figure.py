@@ -1,4 +1,4 @@
-"""The picture of the README: loss against time of 2BW and 1F1B, from docs/results/one-gpu-race.html.
+"""The picture of the README: loss against time of 2BW and 1F1B, three seeds each, from docs/results/one-gpu-race.html.
 
 python tools/race_figure.py
 """
@@ -9,26 +9,30 @@ import json
 import re
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs/results/one-gpu-race.html"
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 720, 330, 56, 52, 24, 44
-SECONDS, LOSSES = (0, 80), (4.0, 6.2)
+SECONDS, LOSSES = (0, 75), (3.6, 5.2)
 COLOURS = {"2bw": "#d95f02", "1f1b": "#4c6ebd"}
 LABELS = {"2bw": "2BW (slipstream)", "1f1b": "1F1B (torch), the fastest synchronous schedule measured there"}
 
 Curve = list[tuple[float, float]]
+Curves = dict[str, dict[str, Curve]]  # schedule -> seed -> (seconds of training, validation loss)
 
 
-def curves(page: Path) -> dict[str, Curve]:
-    """Schedule -> (seconds of training, validation loss)."""
+def curves(page: Path) -> Curves:
     found = re.search(
         r'<script type="application/json" id="charts">(.*?)</script>', page.read_text(), re.DOTALL
     )
     assert found is not None
     chart = next(c for c in json.loads(found[1]) if c["title"] == "Validation loss by training time")
-    return {
-        s["name"]: list(zip(s["x"], s["y"], strict=True)) for s in chart["series"] if s["name"] in COLOURS
-    }
+    lines: Curves = {schedule: {} for schedule in COLOURS}
+    for series in chart["series"]:
+        schedule, seed = series["name"].split(", seed ")
+        lines[schedule][seed] = list(zip(series["x"], series["y"], strict=True))
+    return lines
 
 
 def reached(curve: Curve, loss: float) -> float:
@@ -39,19 +43,21 @@ def reached(curve: Curve, loss: float) -> float:
     raise ValueError(f"the curve ends at {curve[-1][1]}, above {loss}")
 
 
-def draw(lines: dict[str, Curve]) -> str:
-    """An SVG with both curves and the moments at which they reach the worse of the two final losses."""
-    target = max(curve[-1][1] for curve in lines.values())
+def targets(lines: Curves) -> dict[str, float]:
+    """By seed, the worst of the final losses."""
+    seeds = next(iter(lines.values()))
+    return {seed: max(by_seed[seed][-1][1] for by_seed in lines.values()) for seed in seeds}
+
+
+def draw(lines: Curves) -> str:
+    """An SVG with all curves, the moments at which they reach their seed's target, and the means of those."""
+    goal = targets(lines)
+    level = fmean(goal.values())
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
         'font-size="12" role="img" aria-label="Validation loss against seconds of training">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
-        _text(
-            LEFT,
-            20,
-            "Validation loss against time: 42M parameters, four stages on one H200, same data",
-            size=14,
-        ),
+        _text(LEFT, 20, "Loss against time: 42M parameters, four stages on one H200, three seeds", size=14),
     ]
     for number, name in enumerate(lines):
         x = LEFT + 190 * number
@@ -59,27 +65,34 @@ def draw(lines: dict[str, Curve]) -> str:
             f'<path d="M{x} 36h22" stroke="{COLOURS[name]}" stroke-width="3"/>',
             _text(x + 28, 40, LABELS[name]),
         ]
-    for second in range(0, SECONDS[1] + 1, 10):
+    for second in range(0, SECONDS[1] + 1, 15):
         parts.append(_grid(_x(second), TOP, _x(second), HEIGHT - BOTTOM))
         parts.append(_text(_x(second), HEIGHT - BOTTOM + 16, str(second), anchor="middle"))
-    for tenths in range(40, 63, 5):
+    for tenths in range(36, 53, 4):
         parts.append(_grid(LEFT, _y(tenths / 10), WIDTH - RIGHT, _y(tenths / 10)))
         parts.append(_text(LEFT - 8, _y(tenths / 10) + 4, f"{tenths / 10:.1f}", anchor="end"))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "seconds of training", anchor="middle"))
     parts.append(
-        f'<path d="M{LEFT} {_y(target):.1f}H{WIDTH - RIGHT}" stroke="#555" stroke-dasharray="4 4" fill="none"/>'
+        f'<path d="M{LEFT} {_y(level):.1f}H{WIDTH - RIGHT}" stroke="#555" stroke-dasharray="4 4" fill="none"/>'
     )
-    for name, curve in lines.items():
-        points = " ".join(f"{_x(x):.1f},{_y(y):.1f}" for x, y in curve if y <= LOSSES[1])
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[name]}" stroke-width="2.5"/>')
-    for (name, curve), (shift, anchor) in zip(lines.items(), ((-6, "end"), (6, "start")), strict=True):
-        second = reached(curve, target)
-        parts.append(f'<circle cx="{_x(second):.1f}" cy="{_y(target):.1f}" r="4" fill="{COLOURS[name]}"/>')
+    for name, by_seed in lines.items():
+        for curve in by_seed.values():
+            points = " ".join(f"{_x(x):.1f},{_y(y):.1f}" for x, y in curve if y <= LOSSES[1])
+            parts.append(
+                f'<polyline points="{points}" fill="none" stroke="{COLOURS[name]}" stroke-width="1.8"/>'
+            )
+    for (name, by_seed), (shift, anchor) in zip(lines.items(), ((-6, "end"), (6, "start")), strict=True):
+        seconds = {seed: reached(curve, goal[seed]) for seed, curve in by_seed.items()}
+        for seed, second in seconds.items():
+            parts.append(
+                f'<circle cx="{_x(second):.1f}" cy="{_y(goal[seed]):.1f}" r="3.5" fill="{COLOURS[name]}"/>'
+            )
+        mean = fmean(seconds.values())
         parts.append(
-            _text(_x(second) + shift, _y(target) - 10 if shift > 0 else _y(target) + 20, f"{second:.1f} s",
+            _text(_x(mean) + shift, _y(level) - 12 if shift > 0 else _y(level) + 20, f"{mean:.1f} s",
                   anchor=anchor, colour=COLOURS[name])
         )  # fmt: skip
-    parts.append(_text(LEFT + 6, _y(target) - 5, f"2BW's final loss, {target:.3f}", colour="#555"))
+    parts.append(_text(LEFT + 6, _y(level) + 15, f"the worse of the final losses, {level:.3f}", colour="#555"))
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -102,5 +115,4 @@ def _text(
 
 
 if __name__ == "__main__":
-    picture = draw(curves(ROOT / "docs/results/one-gpu-race.html"))
-    (ROOT / "docs/figures/loss-against-time.svg").write_text(picture)
+    (ROOT / "docs/figures/loss-against-time.svg").write_text(draw(curves(PAGE)))

@@ -1,13 +1,16 @@
 """Time to loss: what counts as training time, where a curve meets the target, and a race of two real runs."""
 
+import io
 import json
 import os
 import signal
 import sys
 
 import pytest
+from rich.console import Console
 from tests.train.conftest import TINY, make_data
 
+from slipstream.bench import race_seeds
 from slipstream.bench.race import Point, compare, curve, race, reach, write
 from slipstream.cli import _dispatch
 from slipstream.errors import UserError
@@ -115,6 +118,53 @@ def test_two_schedules_race_for_real(toy, tmp_path, capfd):
     assert [lap["tokens"] / result["laps"][1]["tokens"] for lap in result["laps"]] == [8 / 6, 1.0]
     assert json.loads((tmp_path / "race.json").read_text())["target_loss"] == result["target_loss"]
     assert "Validation loss by wall clock" in (tmp_path / "race.html").read_text()
+
+
+def test_seeds_race_one_after_the_other_for_real(toy, tmp_path, capfd):
+    arguments = [*toy, "train.steps=6", "--schedules", "2bw,1f1b", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit) as ended:
+        _dispatch(["bench", "race", *arguments, "--seeds", "3,5", "--json"])
+    assert ended.value.code == 0
+    result = json.loads(capfd.readouterr().out)
+    assert result["complete"]
+    assert [found["seed"] for found in result["races"]] == [3, 5]
+    for found in result["races"]:
+        own = tmp_path / f"seed-{found['seed']}"
+        assert found["target_loss"] == json.loads((own / "race.json").read_text())["target_loss"]
+        for name in ("2bw", "1f1b"):
+            assert f"seed = {found['seed']}" in (own / name / "config.toml").read_text()
+    assert result["races"][0]["target_loss"] != result["races"][1]["target_loss"]
+    assert json.loads((tmp_path / "race.json").read_text()) == result
+
+
+def test_three_seeds_make_an_interval(tmp_path):
+    races = {}
+    for seed, seconds in enumerate((1.2, 1.3, 1.4)):
+        for name, step in (("2bw", 1.0), ("1f1b", seconds)):
+            place = race_seeds.folder(tmp_path, seed) / name
+            place.mkdir(parents=True)
+            rows = [*events(step, [4.0, 3.0, 2.0]), {"event": "finish", "step": 6, "time": 2000.0}]
+            (place / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        races[seed] = write(["2bw", "1f1b"], race_seeds.folder(tmp_path, seed), None)
+        result = race_seeds.write(races, ["2bw", "1f1b"], tmp_path, complete=seed == 2)
+        assert (result["speedup_in_time_to_target"]["interval"] is None) == (seed < 2)
+    fast = result["speedup_in_time_to_target"]
+    assert fast["mean"] == pytest.approx(1.3)
+    # t(0.975, 2) = 4.303; the standard error of 1.2, 1.3, 1.4 is 0.1 / sqrt(3)
+    assert fast["interval"] == pytest.approx((1.3 - 0.2484, 1.3 + 0.2484), abs=1e-4)
+    assert result["token_penalty"]["mean"] == 1.0
+    page = (tmp_path / "race.html").read_text()
+    assert "1.300 [1.052, 1.548] times as fast as 1f1b" in page
+    assert all(f"1f1b, seed {seed}" in page for seed in range(3))
+    said = Console(width=200, record=True, file=io.StringIO())
+    race_seeds.print_seeds(said, result)
+    assert "1.300 [1.052, 1.548] times as fast" in said.export_text()
+
+
+@pytest.mark.parametrize(("seeds", "words"), [("1,1", "each seed once"), ("one", "list of numbers")])
+def test_what_is_no_list_of_seeds_is_refused(tmp_path, seeds, words):
+    with pytest.raises(UserError, match=words):
+        _dispatch(["bench", "race", "--seeds", seeds, "--out", str(tmp_path)])
 
 
 def test_the_time_between_an_interruption_and_its_resumption_does_not_count(tmp_path):

@@ -271,14 +271,17 @@ def _chart(runs: dict[str, Run], result: dict[str, Any]) -> Chart:
     return Chart("Validation loss by training time", series, x_label="seconds", y_label="nats", focus=True)
 
 
-def print_race(console: Console, result: dict[str, Any]) -> None:
-    shown = _table(result)
+def print_table(console: Console, shown: Table) -> None:
     table = RichTable(title=shown.title, box=SIMPLE_HEAD)
-    for heading in shown.header:
-        table.add_column(heading, justify="left" if heading == "schedule" else "right", no_wrap=True)
+    for column, heading in enumerate(shown.header):
+        table.add_column(heading, justify="right" if column else "left", no_wrap=True)
     for row in shown.rows:
         table.add_row(*row)
     console.print(table)
+
+
+def print_race(console: Console, result: dict[str, Any]) -> None:
+    print_table(console, _table(result))
     if said := _sentence(result):
         console.print(said)
     console.print(f"Curves and timelines: {result['page']}")

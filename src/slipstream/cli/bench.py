@@ -77,7 +77,9 @@ def pipeline(
         probing.run(4 if partitions is None else partitions, as_json, out)
         return
     count = (partitions or 2) if stages is None else stages
-    counts = [count, 2 * count, 4 * count] if microbatches is None else _counts(microbatches)
+    counts = [count, 2 * count, 4 * count]
+    if microbatches is not None:
+        counts = _numbers("--microbatches", microbatches, "2,4,8")
     kind = work or ("language" if device == "cuda" else "compute")
     language = {"batch": rows, "tokens": sequence, "preset": model}
     shape: dict[str, Any] = language if kind == "language" else {}
@@ -192,6 +194,9 @@ def race(
     longer: Annotated[
         float, typer.Option(help="2bw trains this many times the updates, to end at the loss of the others.")
     ] = 1.0,
+    seeds: Annotated[
+        str | None, typer.Option(help="Race once with each, such as 0,1,2; default: the run's own seed.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the runs, race.json and race.html.")] = Path(
         "runs/race"
     ),
@@ -199,6 +204,7 @@ def race(
 ) -> None:
     """Train the same run under several schedules: wall clock and tokens until one validation loss."""
     from slipstream.bench import race as racing
+    from slipstream.bench.race_seeds import print_seeds, race_seeds
     from slipstream.cli.train import parse
     from slipstream.config import resolve
 
@@ -208,12 +214,17 @@ def race(
     updates = None if longer == 1.0 else math.ceil(longer * parse(arguments or []).train.steps)
     for name in names:  # a mistake of the last contender is said before the first one trains
         resolve(parse(racing.arguments_of(arguments or [], name, out, updates)))
-    result = racing.race(arguments or [], names, out, target, updates)
-    print(json.dumps(result)) if as_json else racing.print_race(Console(highlight=False), result)
+    show = racing.print_race if seeds is None else print_seeds
+    if seeds is None:
+        result = racing.race(arguments or [], names, out, target, updates)
+    else:
+        chosen = _numbers("--seeds", seeds, "0,1,2")
+        result = race_seeds(arguments or [], names, out, chosen, target, updates)
+    print(json.dumps(result)) if as_json else show(Console(highlight=False), result)
 
 
-def _counts(text: str) -> list[int]:
+def _numbers(option: str, text: str, such_as: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise UserError(f"--microbatches is a list of numbers such as 2,4,8, not '{text}'.") from None
+        raise UserError(f"{option} is a list of numbers such as {such_as}, not '{text}'.") from None
