@@ -19,6 +19,7 @@ from slipstream.kernels.dither import add_dithered
 from slipstream.kernels.normalise import normalised
 from slipstream.kernels.product import product
 from slipstream.kernels.symmetric import in_tiles, symmetric_product
+from slipstream.kernels.tables import tables
 from slipstream.lists import add_, extrapolate, lerp_and_add, round_into
 from slipstream.optim import newton_schulz
 from slipstream.optim.newton_schulz import orthogonalise
@@ -176,3 +177,20 @@ def test_all_of_this_file_in_tritons_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_addresses_are_copied_once_and_never_mistaken():
+    """Lists at the same places read what was copied; a list of which one tensor has moved does not."""
+    ones, others = [some(shape) for shape in SIZES], [some(shape, seed=1) for shape in SIZES]
+    first, again, swapped = (tables(*lists) for lists in ((ones, others), (ones, others), (others, ones)))
+    assert first is not None
+    assert again is not None
+    assert swapped is not None
+    assert again[0] is first[0]
+    assert again[1] is first[1]
+    for found, lists in ((first, (ones, others)), (swapped, (others, ones))):
+        assert found[0].tolist() == [tensor.data_ptr() for tensors in lists for tensor in tensors]
+    moved = [*ones[:-1], ones[-1].clone()]
+    found = tables(moved, others)
+    assert found is not None
+    assert found[0].tolist()[len(SIZES) - 1] == moved[-1].data_ptr()

@@ -48,5 +48,8 @@ def test_a_page_has_the_seeds_it_speaks_of(export):
 
 def test_every_published_study_is_there():
     assert EXPORTS
-    pages = {path.stem for path in (ROOT / "docs" / "results").glob("*.html")} - {"one-gpu-race", "one-gpu-race-700"}
+    pages = {path.stem for path in (ROOT / "docs" / "results").glob("*.html")} - {
+        "one-gpu-race",
+        "one-gpu-race-700",
+    }
     assert pages == {path.name.removesuffix(".jsonl.gz") for path in EXPORTS}

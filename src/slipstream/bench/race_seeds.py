@@ -85,8 +85,8 @@ def _table(result: dict[str, Any]) -> Table:
         ("seed", "loss", OURS, "best other", "faster", "tokens/s", "tokens"),
         rows,
         title="Time to one validation loss, by seed",
-        note="Seconds of training: without start-up, compilation and validations. Faster, tokens/s and tokens: how many "
-        f"times as fast {OURS} was, at how many times the tokens per second, with how many times the tokens.",
+        note="Seconds of training: without start-up, compilation and validations. Faster, tokens/s and tokens: how "
+        f"many times as fast {OURS} was, at how many times the tokens per second, with how many times the tokens.",
     )
 
 

@@ -1,7 +1,8 @@
 """What a kernel over a list of tensors reads: where each tensor lies, and which block of which tensor is a program's.
 
-Addresses live for the call; their copy to the device is ordered before the launch by the stream. How lists of given
-sizes are cut into blocks is kept.
+Lists come again from update to update, at the same addresses as a rule, so what was copied to the device is kept: a
+copy takes the host as long as the launch. It is kept by stream, which orders the copy before every launch that reads
+it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ BLOCK, PIECE = 8192, 2048  # elements of a program, and of one of its rounds
 
 
 @lru_cache(maxsize=64)
-def _blocks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+def _blocks(sizes: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     """(tensor, number of the block in it, size of the tensor) for every block."""
     cut = [(tensor, number, size) for tensor, size in enumerate(sizes) for number in range(-(-size // BLOCK))]
     return _on_device(torch.tensor(cut), device)
@@ -36,9 +37,18 @@ def tables(*lists: Tensors) -> tuple[Tensor, Tensor, bool] | None:
     The lists are of equal sizes; None where they hold no element (a shard may have nothing of any tensor).
     """
     device, sizes = lists[0][0].device, tuple(tensor.numel() for tensor in lists[0])
-    blocks = _blocks(sizes, device)
+    blocks = _blocks(sizes, device, _stream(device))
     if not len(blocks):
         return None
-    addresses = array("q", [tensor.data_ptr() for tensors in lists for tensor in tensors])
+    addresses = tuple(tensor.data_ptr() for tensors in lists for tensor in tensors)
     aligned = reduce(or_, addresses) % 16 == 0 and reduce(or_, sizes) % 16 == 0
-    return _on_device(torch.frombuffer(addresses, dtype=torch.int64), device), blocks, aligned
+    return _addresses(addresses, device, _stream(device)), blocks, aligned
+
+
+@lru_cache(maxsize=128)
+def _addresses(addresses: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    return _on_device(torch.frombuffer(array("q", addresses), dtype=torch.int64), device)
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
