@@ -7,8 +7,9 @@ is recorded once for each slot that it meets. Replicas share a slot's memory: it
 Invariants: a recording computes what the plain call computes, in the same order, so nothing changes but who launches
 the kernels. A forward takes a slot and its backward gives it back; what the forward returned is good until then. The
 gradients of weights leave their scratch, which all recordings share, before that backward returns. Weights are written
-in place and never move: replicas that are recorded keep their memory. What cannot be recorded is computed plainly for
-ever, with one warning.
+in place: replicas that are recorded keep their memory between groups, and where one has given it back (a master in
+halves, put together for a validation) it is recorded again. What cannot be recorded is computed plainly for ever, with
+one warning.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class Recording:
     input_grads: list[Tensor | None]
     scratch: list[Tensor | None]  # gradients of the weights
     weights: list[nn.Parameter]
+    places: list[int]  # where they were
     forward: Callable[[], None]
     backward: Callable[[], None]
 
@@ -137,12 +139,11 @@ class StageGraphs:
 class RecordedCall:
     """A prepared module that is computed as CUDA graphs wherever a backward will follow."""
 
-    fixed_addresses = True  # its weights may not be given back
+    fixed_addresses = True  # the memory of its weights is not given back from group to group
 
     def __init__(self, graphs: StageGraphs, module: nn.Module, call: Callable[..., Any]) -> None:
         self._graphs, self._module, self._call = graphs, module, call
         self._weights = [p for p in module.parameters() if p.requires_grad]
-        self._places: list[int] = []
         self._recordings: dict[Slot, Recording] = {}
         self._kind: tuple[object, ...] | None = None  # of the microbatches that are recorded: the first's
         self._calls = 0
@@ -152,11 +153,13 @@ class RecordedCall:
         slot = None if kwargs or not torch.is_grad_enabled() else self._slot_for(args)
         if slot is None:
             return self._call(*args, **kwargs)
-        recording = self._recordings.get(slot) or self._record(slot, args)
+        places = [weight.data_ptr() for weight in self._weights]
+        recording = self._recordings.get(slot)
+        if recording is None or recording.places != places:
+            recording = self._record(slot, args, places)
         if recording is None:
             slot.taken = False
             return self._call(*args)
-        assert self._places == [weight.data_ptr() for weight in self._weights], "a recorded weight has moved"
         outputs = _Replayed.apply(recording, *args, *self._weights)
         return outputs[0] if self._single else outputs
 
@@ -168,7 +171,7 @@ class RecordedCall:
         self._calls += 1
         return self._graphs.take() if kind == self._kind and self._calls > PLAIN_CALLS else None
 
-    def _record(self, slot: Slot, args: Sequence[Tensor]) -> Recording | None:
+    def _record(self, slot: Slot, args: Sequence[Tensor], places: list[int]) -> Recording | None:
         inputs = [arg.detach().clone().requires_grad_(arg.requires_grad) for arg in args]
         # Autograd knows the weights of microbatches in flight by the stream they are on, and would make this one wait
         # for it. So they are recorded under other names.
@@ -219,11 +222,10 @@ class RecordedCall:
         except RuntimeError as error:
             self._graphs.give_up(error)
             return None
-        self._places = self._places or [weight.data_ptr() for weight in self._weights]
         own = iter(input_grads)
         by_input = [next(own) if leaf.requires_grad else None for leaf in inputs]
         recording = Recording(
-            slot, inputs, outputs, differentiable, seeds, by_input, scratch, self._weights, replay_forward,
+            slot, inputs, outputs, differentiable, seeds, by_input, scratch, self._weights, places, replay_forward,
             replay_backward,
         )  # fmt: skip
         self._recordings[slot] = recording
