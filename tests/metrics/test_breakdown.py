@@ -15,6 +15,7 @@ from slipstream.metrics.breakdown import (
     OPTIMIZER,
     PARTS,
     PRODUCTS,
+    RECORDED,
     Breakdown,
     Sizes,
     breakdown,
@@ -119,6 +120,22 @@ def test_on_a_gpu_kernels_count_and_their_launches_tell_the_part():
     ) == {HEAD: (4, 0), MLP: (0, 2), ATTENTION: (1, 0), IDLE: (1, 0)}
 
 
+def test_of_a_recorded_stage_only_what_kernels_are_called_tells_the_part():
+    """One launch stands for all: no operation, and no shape, is around a kernel of its own."""
+    backward = event("autograd::engine::evaluate_function: _ReplayedBackward", 5, 1, tid=2)
+    assert of(
+        event("_Replayed", 0, 1, Input_Dims=[[32, 128], [4096, 128]]),
+        event("cudaGraphLaunch", 0.5, 0.1, cat="cuda_runtime", correlation=1),
+        event("nvjet_hsh_128x256", 10, 4, cat="kernel", tid=7, correlation=1),
+        event("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 14, 1, cat="kernel", tid=7, correlation=1),
+        backward,
+        event("cudaGraphLaunch", 5.5, 0.1, cat="cuda_runtime", tid=2, correlation=2),
+        event("triton_red_fused_add_mul_sum", 15, 2, cat="kernel", tid=7, correlation=2),
+        event("cudaGraphLaunch", 8, 0.1, cat="cuda_runtime", tid=3, correlation=3),  # by no operation
+        event("nvjet_hsh_128x256", 17, 3, cat="kernel", tid=7, correlation=3),
+    ) == {RECORDED: (7, 2), ATTENTION: (1, 0)}
+
+
 def test_what_runs_at_once_counts_once_and_communication_last():
     assert of(
         event("aten::add", 0, 9, Input_Dims=[[32, 128]]),
@@ -150,6 +167,6 @@ def test_the_picture_has_a_bar_for_every_part_and_the_longest_is_full():
 
 def test_nothing_recorded_is_nothing():
     found = breakdown({"traceEvents": []}, SIZES)
-    assert set(found.parts) == set(PARTS)
+    assert set(found.parts) == set(PARTS) - {RECORDED}
     assert found.span == 0
     assert found.lines()

@@ -3,7 +3,8 @@
 The time is cut into pieces: a piece is a stretch in which the GPU ran one kernel; without a GPU, one in which the
 busiest thread was in one operation and in none that this called. What a piece belongs to is told by the operations
 around its launch, their names first and then the shapes they were given. That holds for compiled code too, in which one
-kernel does what several modules ask for: a product is known by the weight's shape, whoever computes it.
+kernel does what several modules ask for: a product is known by the weight's shape, whoever computes it. Of a CUDA
+graph only the launch is recorded, so its kernels are known by their own names or not at all.
 
     sum over parts of (forward + backward) + idle = span
 
@@ -26,7 +27,9 @@ UPDATE = "slipstream: update"  # what the engines mark so (`torch_private.updati
 ATTENTION, PRODUCTS, MLP, HEAD = "attention", "q, k, v, o, other products", "MLP or experts", "head and loss"
 NORMS, EMBEDDING, OPTIMIZER = "norms, rotary, residuals", "embedding", "optimizer and sums"
 COMMUNICATION, IDLE = "communication", "launches and idle"
-PARTS = (ATTENTION, PRODUCTS, MLP, HEAD, NORMS, EMBEDDING, OPTIMIZER, COMMUNICATION, IDLE)
+RECORDED = "else, in CUDA graphs"
+PARTS = (ATTENTION, PRODUCTS, MLP, HEAD, NORMS, EMBEDDING, RECORDED, OPTIMIZER, COMMUNICATION, IDLE)
+_GRAPH = "cudaGraphLaunch"
 
 # The first line of which a word is in the name of the kernel or of any operation around its launch.
 _BY_NAME = (
@@ -128,7 +131,10 @@ def breakdown(trace: Mapping[str, Any], sizes: Sizes) -> Breakdown:
         for operation in busiest:
             count("", operation, operation.end - operation.start - operation.inner)
     seconds[IDLE][0] = max(0.0, (end - begin) / 1e6 - sum(map(sum, seconds.values())))
-    return Breakdown({part: (there, back) for part, (there, back) in seconds.items()})
+    shown = {
+        part: (there, back) for part, (there, back) in seconds.items() if part != RECORDED or there + back
+    }
+    return Breakdown(shown)
 
 
 def operations(events: Sequence[Mapping[str, Any]]) -> tuple[list[list[Operation]], dict[int, Operation]]:
@@ -143,12 +149,13 @@ def operations(events: Sequence[Mapping[str, Any]]) -> tuple[list[list[Operation
         for event in sorted(own, key=lambda e: (e["ts"], -e["dur"])):
             while inside is not None and inside.end <= event["ts"]:
                 inside = inside.parent
-            arguments = event.get("args", {})
+            arguments, start, end = event.get("args", {}), event["ts"], event["ts"] + event["dur"]
             if event["cat"].startswith("cuda"):
-                if inside is not None:
+                if event["name"] == _GRAPH:
+                    launches[arguments.get("correlation")] = Operation(_GRAPH, start, end, [], inside)
+                elif inside is not None:
                     launches[arguments.get("correlation")] = inside
                 continue
-            start, end = event["ts"], event["ts"] + event["dur"]
             shapes = list(_shapes(arguments.get("Input Dims", [])))
             operation = Operation(event["name"], start, end, shapes, inside)
             if inside is not None:
@@ -210,6 +217,8 @@ def _part(kernel: str, around: Sequence[Operation], sizes: Sizes) -> str:
     for part, _ in _BY_NAME:
         if part in known:
             return part
+    if around and around[0].name == _GRAPH:
+        return RECORDED
     for operation in around:
         if operation.name in _PRODUCTS and (weight := _weight(operation, sizes.tokens)):
             return HEAD if sizes.vocab in weight else MLP if sizes.mlp & weight else PRODUCTS
