@@ -212,7 +212,9 @@ def recorded(
     run it, and where it has come up before; None: compute it plainly."""
     if not (dtype == torch.bfloat16 and runs_on(device)):
         return None
-    return worth_recording((shape, dtype, device, steps), partial(orthogonalise, steps=steps))
+    # By stream: what is at work on another one may not be written over.
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return worth_recording((shape, dtype, device, steps, stream), partial(orthogonalise, steps=steps))
 
 
 def orthogonal_stacks(

@@ -8,7 +8,7 @@ allocated, so only small stacks are recorded, and only those that come again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from math import prod
 
 import torch
@@ -20,7 +20,7 @@ MOST_ELEMENTS = 2**23  # of a stack; the kernels of a larger one run for longer 
 MOST_RECORDINGS = 32
 PLAIN_STEPS = 2  # before a stack is recorded
 
-Kind = tuple[torch.Size, torch.dtype, torch.device, Hashable]
+Kind = tuple[torch.Size, torch.dtype, torch.device, int, int]  # and steps, and the stream
 
 _met: dict[Kind, int] = {}
 _recordings: dict[Kind, RecordedIteration | None] = {}
@@ -30,7 +30,7 @@ class RecordedIteration:
     """`body`, which may overwrite the stack it is given, on a stack of its own."""
 
     def __init__(self, kind: Kind, body: Callable[[Tensor], Tensor]) -> None:
-        shape, dtype, device, _ = kind
+        shape, dtype, device = kind[:3]
         self.memory = torch.zeros(shape, dtype=dtype, device=device)
         with beside(torch.cuda.Stream(device)):
             body(self.memory)  # libraries make their workspaces for this stream
