@@ -92,7 +92,9 @@ def draw(lines: Curves) -> str:
             _text(_x(mean) + shift, _y(level) - 12 if shift > 0 else _y(level) + 20, f"{mean:.1f} s",
                   anchor=anchor, colour=COLOURS[name])
         )  # fmt: skip
-    parts.append(_text(LEFT + 6, _y(level) + 15, f"the worse of the final losses, {level:.3f}", colour="#555"))
+    parts.append(
+        _text(LEFT + 6, _y(level) + 15, f"the worse of the final losses, {level:.3f}", colour="#555")
+    )
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -57,9 +57,10 @@ def norms(tensors: Tensors) -> list[Tensor]:
     return list(torch._foreach_norm(list(tensors))) if tensors else []
 
 
-def has_grad_hooks(parameter: Tensor) -> bool:
-    """Whether someone is told when autograd has added to its gradient."""
-    return bool(parameter._post_accumulate_grad_hooks)  # pyrefly: ignore[missing-attribute]
+def run_grad_hooks(parameter: Tensor) -> None:
+    """Tell whoever is told when autograd has added to its gradient."""
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # pyrefly: ignore[missing-attribute]
+        hook(parameter)
 
 
 def traced_graph(stage: Any) -> tuple[Any, Any, dict[str, int]]:

@@ -62,6 +62,23 @@ def test_any_number_in_flight_changes_no_bit(in_flight, watched):
     assert len(told) == (6 * len(list(recorded[0].parameters())) if watched else 0)
 
 
+def test_autograd_is_not_sent_to_every_weight():
+    module = tiny.Block()
+    call = Made().prepare(module)
+    x = torch.ones(2, tiny.WIDTH)  # as the first stage's tokens: nothing to differentiate for
+    for _ in range(PLAIN_CALLS):
+        call(x).sum().backward()
+    y = call(x)
+    assert len([node for node, _ in y.grad_fn.next_functions if node is not None]) == 1
+    y.sum().backward()
+    plain = copy.deepcopy(module)
+    plain.zero_grad()
+    for _ in range(PLAIN_CALLS + 1):
+        plain(x).sum().backward()
+    for parameter, same in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad, same.grad)
+
+
 def test_what_a_stage_hands_on_beside_tensors_with_gradients():
     """Numbers that go through as they are, and an output that the loss does not depend on."""
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from slipstream.cuda_graphs import beside, captured
 from slipstream.lists import add_, copy_
-from slipstream.torch_private import has_grad_hooks
+from slipstream.torch_private import run_grad_hooks
 
 PLAIN_CALLS = 2  # of each replica before it is recorded
 MOST_SLOTS = 32  # in flight; any more are computed plainly
@@ -147,6 +147,7 @@ class RecordedCall:
         self._recordings: dict[Slot, Recording] = {}
         self._kind: tuple[object, ...] | None = None  # of the microbatches that are recorded: the first's
         self._calls = 0
+        self._anchor: Tensor | None = None
         self._single = True  # whether it returns a tensor, and not several
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +161,11 @@ class RecordedCall:
         if recording is None:
             slot.taken = False
             return self._call(*args)
-        outputs = _Replayed.apply(recording, *args, *self._weights)
+        if self._anchor is None:
+            self._anchor = torch.zeros((), device=recording.outputs[0].device, requires_grad=True)
+        # Autograd visits every weight that it is given, which takes as long as the launch. So they get their gradients
+        # from us, and the anchor asks for a backward where nothing else does.
+        outputs = _Replayed.apply(recording, *args, self._anchor)
         return outputs[0] if self._single else outputs
 
     def _slot_for(self, args: Sequence[Any]) -> Slot | None:
@@ -254,34 +259,31 @@ class _Replayed(torch.autograd.Function):
         for seed, grad in zip(recording.seeds, given, strict=True):
             seed.zero_() if grad is None else seed.copy_(grad)
         recording.backward()
-        of_weights = _collected(recording)
+        _collect(recording)
         of_inputs = [None if grad is None else grad.clone() for grad in recording.input_grads]
         recording.slot.taken = False
-        return (None, *of_inputs, *of_weights)
+        return (None, *of_inputs, None)
 
 
-def _collected(recording: Recording) -> list[Tensor | None]:
-    """Into `.grad`, as autograd would: the first microbatch sets it, the others add to it. Weights that someone
-    watches are left to autograd."""
-    left: list[Tensor | None] = [None] * len(recording.weights)
+def _collect(recording: Recording) -> None:
+    """Gradients of the weights, out of the scratch into `.grad`, as autograd would: the first microbatch sets it, the
+    others add to it, and whoever watches a weight is told."""
     firsts, first_terms, sums, terms = [], [], [], []
-    for i, (weight, grad) in enumerate(zip(recording.weights, recording.scratch, strict=True)):
-        if grad is None:
-            continue
-        if weight.grad is not None and not has_grad_hooks(weight):
+    given = [
+        (w, grad) for w, grad in zip(recording.weights, recording.scratch, strict=True) if grad is not None
+    ]
+    for weight, grad in given:
+        if weight.grad is not None:
             sums.append(weight.grad)
             terms.append(grad)
             continue
-        fresh = torch.empty_like(grad)
-        firsts.append(fresh)
+        weight.grad = torch.empty_like(grad)
+        firsts.append(weight.grad)
         first_terms.append(grad)
-        if has_grad_hooks(weight):
-            left[i] = fresh
-        else:
-            weight.grad = fresh
     copy_(firsts, first_terms)
     add_(sums, terms)
-    return left
+    for weight, _ in given:
+        run_grad_hooks(weight)
 
 
 @contextmanager
