@@ -2,7 +2,8 @@
 
 import torch
 
-from pipeline.jobs import train
+from pipeline import tiny
+from pipeline.jobs import build, train
 from slipstream.pipeline.stage_graphs import StageGraphs
 
 
@@ -54,3 +55,18 @@ def train_both(world, groups, **options):
     made = Made()
     found = train(world, groups, prepare=made.prepare, **options)
     return train(world, groups, **options), found, (made.slots, made.recorded, made.forwards, made.backwards)
+
+
+def outputs_of_both(world, groups):
+    """What `step` returned for each group, of a recorded run and of a plain one, once all of it has run."""
+    found = []
+    for prepare in (Made().prepare, None):
+        schedule = build(world, tied=False, prepare=prepare)
+        kept = []
+        for group in groups:
+            x, y = tiny.batch(group)
+            last = world.rank == world.size - 1
+            kept.append(schedule.step(*((x,) if world.rank == 0 else ()), **({"target": y} if last else {})))
+        schedule.drain()
+        found.append(kept)
+    return found

@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from slipstream.pipeline import room
-from slipstream.pipeline.depth import Depth, choose_in_flight, within_cutover, within_room
+from slipstream.pipeline.depth import (
+    MOST_GROUPS_TO_SETTLE,
+    Depth,
+    choose_in_flight,
+    within_cutover,
+    within_room,
+)
 from slipstream.pipeline.peers import RankStatus, RunStatus
 from slipstream.pipeline.room import MARGIN, Room
 from slipstream.pipeline.trace import Trace
@@ -105,6 +111,45 @@ def test_what_was_faster_while_the_pipeline_filled_is_no_jitter(monkeypatch):
     assert trace.pair_seconds() == (0.0, 0.0)
 
 
+def told(work, link=0.001):
+    return RunStatus([], False, [work] * 4, [link] * 4, [math.inf] * 4)
+
+
+def test_a_stage_that_is_being_recorded_is_not_measured():
+    """Its jitter is that of the recording: the depth is chosen when all of it is over."""
+    depths = [Depth(stage, 4, 8, None, on_host=False, cutover=5) for stage in range(4)]
+    recorded = depths[2]
+    statuses, times = {}, {0: (0.01, 0.4), 1: (0.01, 0.4), 2: (0.01, 0.2), 3: (0.01, 0.01002)}
+    for group in range(12):
+        for depth in depths:
+            depth.adapt(group, statuses)
+        if group < 4:
+            recorded.recording()
+        found = []
+        for depth in depths:
+            status = RankStatus()
+            depth.measure(status, lambda group=group: times.get(group, (0.01, 0.01002)))
+            found.append(status)
+        assert (found[2].work_seconds == math.inf) == (group < 5), (
+            "its last backwards come with the next group's"
+        )
+        statuses[group] = RunStatus(
+            [], False, [s.work_seconds for s in found], [s.link_seconds for s in found], [math.inf] * 4
+        )
+        assert recorded.is_open == (group < 7), "update 5 is told when group 7 enters"
+    assert [depth.warm_up for depth in depths] == warm_up_2bw(4, 8, 4)
+
+
+def test_a_stage_that_never_settles_keeps_the_least_depth():
+    depth = Depth(0, 4, 8, None, on_host=False, cutover=8)
+    groups = 3 + MOST_GROUPS_TO_SETTLE
+    for group in range(groups + 1):
+        assert depth.is_open
+        depth.adapt(group, {group - 2: told(math.inf)})
+    assert not depth.is_open
+    assert depth.warm_up == warm_up_2bw(4, 8)[0]
+
+
 @pytest.mark.parametrize("chosen", [4, 5, 7, 10, 13])
 @pytest.mark.parametrize(
     "room", [(math.inf,) * 4, (3, 3, 3, 0), (9, 1, 9, 0), (0, 9, 9, 9), (9, 9, 0, 9), (2, 2, 2, 2)]
@@ -165,6 +210,10 @@ def test_what_a_gpu_has_room_for(monkeypatch):
     depth.room = found
     depth.measure(status, lambda: (0.03, 0.04))
     assert status.room == found.microbatches()
+    depth.recording()
+    assert found.microbatches() == ((1 - MARGIN) * 600 - 100) // 40, (
+        "between recordings their memory counts as free"
+    )
     own = Room(torch.device("cuda"))
     allocated = iter([0, 40])
     with own.forward():

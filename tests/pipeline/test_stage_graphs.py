@@ -62,6 +62,21 @@ def test_any_number_in_flight_changes_no_bit(in_flight, watched):
     assert len(told) == (6 * len(list(recorded[0].parameters())) if watched else 0)
 
 
+def test_it_says_when_all_later_calls_are_as_the_last_one():
+    call = Made().prepare(tiny.Block())
+    found = []
+    for _ in range(PLAIN_CALLS + 3):
+        call(torch.ones(2, tiny.WIDTH)).sum().backward()
+        found.append(call.settled)
+    assert found == [False] * (PLAIN_CALLS + 1) + [True] * 2
+
+
+def test_outputs_that_are_handed_out_are_not_written_again(pool):
+    for outputs, expected in pool.run("pipeline.recorded:outputs_of_both", range(6), ranks=2)[1:]:
+        assert len(outputs) == 6
+        assert all(map(torch.equal, outputs, expected))
+
+
 def test_autograd_is_not_sent_to_every_weight():
     module = tiny.Block()
     call = Made().prepare(module)
@@ -175,6 +190,8 @@ def test_what_cannot_be_recorded_is_computed_plainly_with_one_warning(monkeypatc
     for one, other in zip(found, interleaved([plain], 2), strict=True):
         assert all(map(torch.equal, one, other))
     assert len(caught) == 1
+    assert not graphs._slots, "their memory is given back"
+    assert call.settled
     monkeypatch.setattr(stage_graphs, "MOST_SLOTS", 2)
     made = Made()
     module = copy.deepcopy(plain)

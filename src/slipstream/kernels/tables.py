@@ -37,18 +37,19 @@ def tables(*lists: Tensors) -> tuple[Tensor, Tensor, bool] | None:
     The lists are of equal sizes; None where they hold no element (a shard may have nothing of any tensor).
     """
     device, sizes = lists[0][0].device, tuple(tensor.numel() for tensor in lists[0])
-    blocks = _blocks(sizes, device, _stream(device))
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    blocks_of, addresses_of = _blocks, _addresses
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # What is copied now is there when the recording runs, and not before.
+        blocks_of, addresses_of = _blocks.__wrapped__, _addresses.__wrapped__
+    blocks = blocks_of(sizes, device, stream)
     if not len(blocks):
         return None
     addresses = tuple(tensor.data_ptr() for tensors in lists for tensor in tensors)
     aligned = reduce(or_, addresses) % 16 == 0 and reduce(or_, sizes) % 16 == 0
-    return _addresses(addresses, device, _stream(device)), blocks, aligned
+    return addresses_of(addresses, device, stream), blocks, aligned
 
 
 @lru_cache(maxsize=128)
 def _addresses(addresses: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     return _on_device(torch.frombuffer(array("q", addresses), dtype=torch.int64), device)
-
-
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

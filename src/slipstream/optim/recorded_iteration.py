@@ -44,11 +44,11 @@ class RecordedIteration:
 
 def worth_recording(kind: Kind, body: Callable[[Tensor], Tensor]) -> RecordedIteration | None:
     """The recording of a kind of stacks that is small and has come up before."""
+    if torch.cuda.is_current_stream_capturing():  # someone records a whole step
+        return None
     if kind in _recordings:
         return _recordings[kind]
     if prod(kind[0]) > MOST_ELEMENTS or len(_recordings) >= MOST_RECORDINGS:
-        return None
-    if torch.cuda.is_current_stream_capturing():  # someone records a whole step
         return None
     _met[kind] = _met.get(kind, 0) + 1
     if _met[kind] <= PLAIN_STEPS:

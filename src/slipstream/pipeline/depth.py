@@ -10,6 +10,9 @@ delays its neighbours just as a slow link does.
 A cutover below that number (`schedule/cutover.py`) has every group begin with a part of a flush, which costs more than
 a fast link and less than a slow one: `within_cutover` asks the simulator which of the two to have.
 
+Times are taken when a stage has settled: while its calls are still being recorded (`stage_graphs.py`) some take ten
+times as long as others, which would pass for jitter.
+
 No stage is given more than its GPU has memory for (`room.py`); the least, P in flight, is what a layout was chosen by.
 
 On a host stages are ahead by `HOST_LEAD` pairs more. Cores are late for several microbatches
@@ -39,6 +42,8 @@ NEGLIGIBLE = 0.01
 # Measured on two shared cores, P=2, in turns with the bound (docs/notes/engine.md): m=2, 2 and 3 in flight: 0.91, 0.97;
 # m=4, 2 to 5 in flight: 0.91, 0.97, 0.97, 0.98; m=8, 4, 6 and 9 in flight: the same.
 HOST_LEAD = 3
+NOT_SETTLED = math.inf  # seconds that a stage tells while it is recorded
+MOST_GROUPS_TO_SETTLE = 40
 _GROUPS = 6  # simulated to compare two depths
 
 
@@ -109,6 +114,8 @@ class Depth:
         self._on_host = on_host
         self.is_open = in_flight is None and stages > 1  # it is not chosen yet
         self._decided_at: int | None = None
+        self._decided_by = 0  # the group by which it is chosen, settled or not
+        self._unsettled = 0  # groups until the times of one hold nothing of a call that was recorded
         self._set(in_flight)
         self.link_seconds = 0.0  # one way to the next stage
         self.room = Room(torch.device("cpu"))  # on a GPU the runtime puts its own here
@@ -130,9 +137,16 @@ class Depth:
             return
         if self._decided_at is None:
             self._decided_at = group + 3  # update group + 1 is done on every stage before that group enters
+            self._decided_by = self._decided_at + MOST_GROUPS_TO_SETTLE
         if group == self._decided_at:
-            self.is_open = False
             told = statuses[group - 2]
+            if NOT_SETTLED in told.work_seconds:  # the same on all stages
+                if group < self._decided_by:
+                    self._decided_at += 1
+                else:
+                    self.is_open = False
+                return
+            self.is_open = False
             stages, m = self._stages, self._microbatches
             work, link = max(told.work_seconds), max(told.link_seconds)
             chosen = choose_in_flight(stages, m, work, link, self._on_host)
@@ -153,5 +167,11 @@ class Depth:
             return
         status.room = self.room.microbatches()
         least, typical = pair_seconds()
-        status.work_seconds = least
+        status.work_seconds = NOT_SETTLED if self._unsettled else least
         status.link_seconds = self.link_seconds + typical - least
+        self._unsettled = max(0, self._unsettled - 1)
+
+    def recording(self) -> None:
+        """The forward that has just run was recorded, or will be from the next time on."""
+        self._unsettled = 2  # its backward may come with the next group's
+        self.room.in_pools = True

@@ -77,12 +77,16 @@ class Flight:
         with self._trace.action(Kind.FORWARD, group, index, reads), self._watched():
             output = self._stage.route.run(replica.call, inputs, kwargs)
             loss = self._loss(output, target) if self._stage.last else None
+        if self._depth.is_open and not getattr(replica.call, "settled", True):
+            self._depth.recording()
         outputs = [loss] if loss is not None else _as_message(output)
         self._waiting.append(_InFlight(group, index, replica, inputs, outputs))
         if loss is None:
             self._send(group, index, outputs)
             return None, None
-        return loss.detach(), _detached(output) if keep_output else None
+        # A recorded stage writes there again once this microbatch is through.
+        written_again = getattr(replica.call, "fixed_addresses", False)
+        return loss.detach(), _detached(output, written_again) if keep_output else None
 
     def _watched(self) -> AbstractContextManager[None]:
         return self._depth.room.forward() if self._depth.is_open else nullcontext()
@@ -187,8 +191,13 @@ def _as_message(output: Any) -> list[Tensor]:
     return outputs
 
 
-def _detached(output: Any) -> Any:
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
+def _detached(output: Any, copied: bool) -> Any:
+    def detach(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().clone() if copied else leaf.detach()
+
+    return tree_map(detach, output)
 
 
 def _shapes(spec: Spec) -> str:

@@ -24,6 +24,7 @@ class Room:
         """`shared`: other ranks are on this GPU."""
         self._device, self._on_gpu = device, device.type == "cuda"
         self._left_by_forward = 0
+        self.in_pools = False  # microbatches live in memory of recordings, which counts as free between them
         self._budget = _budget(device, shared) if self._on_gpu else 0.0
 
     @contextlib.contextmanager
@@ -41,7 +42,8 @@ class Room:
         """How many more than there have been at most. On a host as many as one likes."""
         if not self._on_gpu or not self._left_by_forward:
             return math.inf
-        free = (1 - MARGIN) * self._budget - torch.cuda.max_memory_allocated(self._device)
+        taken = torch.cuda.memory_reserved if self.in_pools else torch.cuda.max_memory_allocated
+        free = (1 - MARGIN) * self._budget - taken(self._device)
         return max(0.0, free // self._left_by_forward)
 
 

@@ -56,9 +56,12 @@ class StageCudaGraphs:
     def record(
         self, forward: Forward, backward: Backward
     ) -> tuple[Outputs, Callable[[], None], Callable[[], None]]:
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
         with beside(self._stream):
+            drawn = generator.get_state()
             # Libraries make their workspaces for this stream, and compilers their code.
             backward(forward())
+            generator.set_state(drawn)  # a plain call would draw the numbers only once
             first, outputs = captured(forward, self._pool)
             second, _ = captured(lambda: backward(outputs), self._pool)
         return [output.detach() for output in outputs], first.replay, second.replay
@@ -121,6 +124,8 @@ class StageGraphs:
 
     def give_up(self, why: RuntimeError) -> None:
         self._make = None
+        self._slots.clear()  # memory that plain calls may need
+        self._scratch.clear()
         warnings.warn(
             "A stage cannot be recorded as CUDA graphs, so its kernels are launched one by one: "
             f"{str(why).splitlines()[0]}",
@@ -139,6 +144,7 @@ class StageGraphs:
 class RecordedCall:
     """A prepared module that is computed as CUDA graphs wherever a backward will follow."""
 
+    settled = True  # the last call was as all later ones will be
     fixed_addresses = True  # the memory of its weights is not given back from group to group
 
     def __init__(self, graphs: StageGraphs, module: nn.Module, call: Callable[..., Any]) -> None:
@@ -151,11 +157,15 @@ class RecordedCall:
         self._single = True  # whether it returns a tensor, and not several
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._graphs.broken:
+            self.settled = True
+            self._recordings.clear()  # what is in flight keeps its own
         slot = None if kwargs or not torch.is_grad_enabled() else self._slot_for(args)
         if slot is None:
             return self._call(*args, **kwargs)
         places = [weight.data_ptr() for weight in self._weights]
         recording = self._recordings.get(slot)
+        self.settled = recording is not None and recording.places == places
         if recording is None or recording.places != places:
             recording = self._record(slot, args, places)
         if recording is None:
@@ -174,7 +184,8 @@ class RecordedCall:
         kind = tuple((arg.shape, arg.dtype, arg.device, arg.requires_grad) for arg in args)
         self._kind = self._kind or kind
         self._calls += 1
-        return self._graphs.take() if kind == self._kind and self._calls > PLAIN_CALLS else None
+        self.settled = self._calls > PLAIN_CALLS
+        return self._graphs.take() if kind == self._kind and self.settled else None
 
     def _record(self, slot: Slot, args: Sequence[Tensor], places: list[int]) -> Recording | None:
         inputs = [arg.detach().clone().requires_grad_(arg.requires_grad) for arg in args]
