@@ -161,7 +161,25 @@ def test_three_seeds_make_an_interval(tmp_path):
     assert "1.300 [1.052, 1.548] times as fast" in said.export_text()
 
 
-@pytest.mark.parametrize(("seeds", "words"), [("1,1", "each seed once"), ("one", "list of numbers")])
+def test_seeds_that_missed_the_target_are_not_hidden(tmp_path):
+    races = {}
+    for seed, losses in enumerate(([4.0, 3.0, 2.0], [4.0, 3.0, 2.9])):
+        for name in ("2bw", "1f1b"):
+            place = race_seeds.folder(tmp_path, seed) / name
+            place.mkdir(parents=True)
+            (place / "events.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in events(1.0, losses))
+            )
+        races[seed] = write(["2bw", "1f1b"], race_seeds.folder(tmp_path, seed), 2.5)
+    race_seeds.write(races, ["2bw", "1f1b"], tmp_path, complete=False)
+    page = (tmp_path / "race.html").read_text()
+    assert "the 1 of 2 seeds in which both got there" in page
+    assert "not over" in page
+
+
+@pytest.mark.parametrize(
+    ("seeds", "words"), [("1,1", "each seed once"), ("one", "list of numbers"), ("0,-1", "seed")]
+)
 def test_what_is_no_list_of_seeds_is_refused(tmp_path, seeds, words):
     with pytest.raises(UserError, match=words):
         _dispatch(["bench", "race", "--seeds", seeds, "--out", str(tmp_path)])

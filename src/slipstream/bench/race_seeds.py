@@ -60,8 +60,13 @@ def write(
         mean = interval([found[figure] for found in decided])
         result[figure] = {"mean": mean.value, "interval": mean.interval, "seeds": mean.n}
     result |= {"complete": complete, "page": str(out / "race.html")}
-    parts = [_table(result), *(Text(said) for said in (_sentence(result),) if said)]
-    lead = Section("Time to loss", [*parts, _chart(list(races), schedules, out)])
+    parts = [
+        *([] if complete else [Text("The race is not over: these are the figures so far.", tone="warning")]),
+        _table(result),
+        *(Text(said) for said in (_sentence(result),) if said),
+        _chart(list(races), schedules, out),
+    ]
+    lead = Section("Time to loss", parts)
     (out / "race.html").write_text(page("Race", [lead], f"seeds {', '.join(map(str, races))}"))
     (out / "race.json").write_text(json.dumps(result, indent=2) + "\n")
     return result
@@ -94,9 +99,13 @@ def _sentence(result: dict[str, Any]) -> str:
     if "best_sync" not in result:
         return ""
     fast, speed, tokens = (_said(result[figure]) for figure in FIGURES)
+    decided, raced = result[FIGURES[0]]["seeds"], len(result["races"])
+    counted = (
+        f"{decided} seeds" if decided == raced else f"the {decided} of {raced} seeds in which both got there"
+    )
     return (
         f"{OURS} reaches it {fast} times as fast as {' or '.join(result['best_sync'])}: {speed} times the tokens per "
-        f"second, {tokens} times the tokens (means of {result[FIGURES[0]]['seeds']} seeds)."
+        f"second, {tokens} times the tokens (means of {counted})."
     )
 
 

@@ -212,13 +212,15 @@ def race(
     if not 1.0 <= longer <= 100.0:
         raise UserError(f"--longer {longer:g}: 2bw trains at least as long as the others. Set 1.05, say.")
     updates = None if longer == 1.0 else math.ceil(longer * parse(arguments or []).train.steps)
-    for name in names:  # a mistake of the last contender is said before the first one trains
-        resolve(parse(racing.arguments_of(arguments or [], name, out, updates)))
-    show = racing.print_race if seeds is None else print_seeds
-    if seeds is None:
+    chosen = None if seeds is None else _numbers("--seeds", seeds, "0,1,2")
+    for seed in [None] if chosen is None else chosen:
+        given = [*(arguments or []), *([] if seed is None else [f"train.seed={seed}"])]
+        for name in names:  # a mistake of the last contender is said before the first one trains
+            resolve(parse(racing.arguments_of(given, name, out, updates)))
+    show = racing.print_race if chosen is None else print_seeds
+    if chosen is None:
         result = racing.race(arguments or [], names, out, target, updates)
     else:
-        chosen = _numbers("--seeds", seeds, "0,1,2")
         result = race_seeds(arguments or [], names, out, chosen, target, updates)
     print(json.dumps(result)) if as_json else show(Console(highlight=False), result)
 
