@@ -36,6 +36,7 @@ PRIVATE = {
     "_post_accumulate_grad_hooks",
     "_register_backend",
     "_set_default_backend",
+    "_world",
     "torch.utils._pytree",
 }
 

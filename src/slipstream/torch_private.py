@@ -57,6 +57,12 @@ def norms(tensors: Tensors) -> list[Tensor]:
     return list(torch._foreach_norm(list(tensors))) if tensors else []
 
 
+def count_groups_anew() -> None:
+    """torch calls a group by how many this process has made since it last destroyed the default one. A group whose
+    making fails counts as well, on the ranks that had come that far; ranks that call a group differently never meet."""
+    dist.distributed_c10d._world.group_count = 0
+
+
 def run_grad_hooks(parameter: Tensor) -> None:
     """Tell whoever is told when autograd has added to its gradient."""
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # pyrefly: ignore[missing-attribute]

@@ -16,6 +16,20 @@ import torch.distributed as dist
 from slipstream.errors import StageError, UserError
 
 
+def name_a_group_behind_its_back(world):
+    """On the last rank torch counts one group more than on the others, as where a group's making failed."""
+    if world.rank < world.size - 1:
+        return
+    destroy = dist.destroy_process_group
+
+    def destroy_and_count():
+        dist.destroy_process_group = destroy
+        destroy()
+        dist.distributed_c10d._world.group_count += 1
+
+    dist.destroy_process_group = destroy_and_count
+
+
 def total(world, value):
     tensor = torch.tensor([float(value + world.rank)])
     dist.all_reduce(tensor)

@@ -49,6 +49,14 @@ def test_pool_recovers(capfd, monkeypatch, quick):
         assert [result[:2] for result in pool.run("distributed.jobs:total", 0)] == [(0, 1.0), (1, 1.0)]
 
 
+def test_ranks_that_have_counted_groups_differently_meet_all_the_same(quick):
+    """torch calls a group by how many a process has made, and ranks that call it differently wait for each other."""
+    with RankPool(2) as pool:
+        for _ in range(2):
+            pool.run("distributed.jobs:name_a_group_behind_its_back", timeout=60)
+        assert len(pool.run("distributed.jobs:name_a_group_behind_its_back", timeout=60)) == 2
+
+
 def test_a_cause_is_told_before_the_groups_are_closed(quick):
     """Which takes a while where others are lost: longer than the launcher waits after what a neighbour saw."""
     with RankPool(2) as pool:

@@ -31,6 +31,7 @@ from slipstream.distributed.groups import close_all, shares_gpus
 from slipstream.distributed.launch import started_by_torchrun
 from slipstream.distributed.meeting import agreed_word, torchruns_store, watched
 from slipstream.errors import StageError, UserError
+from slipstream.torch_private import count_groups_anew
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 STANDING_BY_SECONDS = 0.5
@@ -171,6 +172,8 @@ def _join(world: World, local_size: int, timeout_seconds: float) -> None:
     # stopped does not answer, and whoever closes the group waits for that thread.
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     timeout = timedelta(seconds=timeout_seconds)
+    if not dist.is_initialized():  # if it is, torch says so
+        count_groups_anew()
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
