@@ -16,7 +16,18 @@ from slipstream.kernels.combine import can_combine, combine
 from slipstream.kernels.halves import round_high
 from slipstream.torch_private import copy_, mul_, norms
 
-__all__ = ["add_", "copy_", "extrapolate", "lerp_", "lerp_and_add", "mul_", "norms", "round_into"]
+__all__ = [
+    "add_",
+    "add_recorded",
+    "can_combine",
+    "copy_",
+    "extrapolate",
+    "lerp_",
+    "lerp_and_add",
+    "mul_",
+    "norms",
+    "round_into",
+]
 
 Tensors = Sequence[Tensor]
 
@@ -31,6 +42,12 @@ def add_(targets: Tensors, others: Tensors, alpha: float = 1.0, factor: float = 
     if factor != 1:
         mul_(targets, factor)
     torch_private.add_(targets, others, alpha)
+
+
+def add_recorded(targets: Tensors, others: Tensors, numbers: Tensor) -> None:
+    """targets ← factor targets + alpha others, where `numbers` = (factor, alpha) are read when the kernel runs; for
+    lists that `can_combine` takes, dtypes differing or not."""
+    combine(targets, 0.0, targets, 0.0, others, numbers=numbers)
 
 
 def lerp_(starts: Tensors, ends: Tensors, weight: float) -> None:

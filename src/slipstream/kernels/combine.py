@@ -35,8 +35,12 @@ def combine(
     b: float,
     ys: Tensors,
     also: tuple[Tensors, float, float] | None = None,
+    numbers: Tensor | None = None,
 ) -> None:
-    """outs ← a xs + b ys and, given `also` = (others, c, d), others ← c xs + d ys. `outs` may be `xs` or `ys`."""
+    """outs ← a xs + b ys and, given `also` = (others, c, d), others ← c xs + d ys. `outs` may be `xs` or `ys`.
+
+    `numbers`: a and b on the device, in float32, read when the kernel runs.
+    """
     import triton.language as tl
 
     from slipstream.kernels.programs import combine_lists
@@ -49,7 +53,7 @@ def combine(
     addresses, blocks, aligned = found
     with launching_on(outs[0].device):
         combine_lists[(len(blocks),)](
-            addresses, blocks, len(outs), a, b, c, d,
+            addresses, blocks, len(outs), a, b, c, d, numbers,
             out_type=types[outs[0].dtype], x_type=types[xs[0].dtype], y_type=types[ys[0].dtype],
             also_type=types[others[0].dtype] if others else None, aligned=aligned,
             BLOCK=BLOCK, PIECE=PIECE, num_warps=4,

@@ -6,11 +6,14 @@ import triton.language as tl
 
 @triton.jit
 def combine_lists(
-    addresses, blocks, count, a, b, c, d,
+    addresses, blocks, count, a, b, c, d, numbers,
     out_type: tl.constexpr, x_type: tl.constexpr, y_type: tl.constexpr, also_type: tl.constexpr,
     aligned: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """One block of one tensor, a piece at a time: out = a x + b y and, with `also_type`, also = c x + d y."""
+    """One block of one tensor, a piece at a time: out = a x + b y and, with `also_type`, also = c x + d y. a and b are
+    in `numbers`, where there are any."""
+    if numbers is not None:
+        a, b = tl.load(numbers), tl.load(numbers + 1)
     entry = blocks + 3 * tl.program_id(0)
     tensor, number, size = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     out = tl.load(addresses + tensor).to(tl.pointer_type(out_type))

@@ -8,7 +8,8 @@ it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, reduce
 from operator import or_
 
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 Tensors = Sequence[Tensor]
+
+_keeping: list[Tensor] | None = None
 
 BLOCK, PIECE = 8192, 2048  # elements of a program, and of one of its rounds
 
@@ -28,7 +31,11 @@ def _blocks(sizes: tuple[int, ...], device: torch.device, stream: int) -> Tensor
 
 
 def _on_device(table: Tensor, device: torch.device) -> Tensor:
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    if device.type != "cuda":
+        return table
+    if _keeping is not None and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a table of addresses is not on the device yet.")
+    return table.pin_memory().to(device, non_blocking=True)
 
 
 def tables(*lists: Tensors) -> tuple[Tensor, Tensor, bool] | None:
@@ -39,7 +46,7 @@ def tables(*lists: Tensors) -> tuple[Tensor, Tensor, bool] | None:
     device, sizes = lists[0][0].device, tuple(tensor.numel() for tensor in lists[0])
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     blocks_of, addresses_of = _blocks, _addresses
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if _keeping is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # What is copied now is there when the recording runs, and not before.
         blocks_of, addresses_of = _blocks.__wrapped__, _addresses.__wrapped__
     blocks = blocks_of(sizes, device, stream)
@@ -47,9 +54,24 @@ def tables(*lists: Tensors) -> tuple[Tensor, Tensor, bool] | None:
         return None
     addresses = tuple(tensor.data_ptr() for tensors in lists for tensor in tensors)
     aligned = reduce(or_, addresses) % 16 == 0 and reduce(or_, sizes) % 16 == 0
-    return addresses_of(addresses, device, stream), blocks, aligned
+    found = addresses_of(addresses, device, stream)
+    if _keeping is not None:
+        _keeping.extend((found, blocks))
+    return found, blocks, aligned
 
 
 @lru_cache(maxsize=128)
 def _addresses(addresses: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     return _on_device(torch.frombuffer(array("q", addresses), dtype=torch.int64), device)
+
+
+@contextmanager
+def kept_tables() -> Iterator[list[Tensor]]:
+    """All tables that are handed out meanwhile, for whoever records launches: they are needed for as long as those.
+    They have to be there already when a capture asks for them, or it fails: what is copied inside it is not kept."""
+    global _keeping
+    before, _keeping = _keeping, []
+    try:
+        yield _keeping
+    finally:
+        _keeping = before

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -30,8 +32,9 @@ from torch.optim.adamw import adamw
 
 from slipstream.distributed.groups import Wait
 from slipstream.errors import UserError
-from slipstream.lists import add_, copy_, lerp_, lerp_and_add
-from slipstream.optim.newton_schulz import STEPS
+from slipstream.lists import add_, add_recorded, can_combine, copy_, lerp_, lerp_and_add
+from slipstream.optim.newton_schulz import STEPS, Fill, Stack, orthogonal_stacks
+from slipstream.optim.recorded_step import RecordedSteps
 from slipstream.optim.sharded import Batch, Exchanges, Grouping, group_matrices, local, orthogonal
 from slipstream.optim.velocity import adam_velocity, groups_and_states
 
@@ -96,12 +99,14 @@ class Muon(Optimizer):
                     self._state_of(group, parameter)
         self._groups = self._exchange_groups()
         self._groupings: dict[int, tuple[list[Parameter], list[torch.dtype], Grouping]] = {}
+        self._steps = RecordedSteps()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy makes process groups of its own."""
         super().__setstate__(state)
         self._groups = self._exchange_groups()
         self._groupings = {}
+        self._steps = RecordedSteps()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch gives every state the dtype of its parameter; momentum keeps its own."""
@@ -175,6 +180,7 @@ class Muon(Optimizer):
         self, group: dict[str, Any], params: list[Parameter], grads: list[Tensor], grouping: Grouping
     ) -> Iterator[Wait]:
         blend = group["momentum"] ** group["lookahead"]
+        decay = 1 - group["lr"] * group["weight_decay"]
 
         def fill(indices: list[int], outs: list[Tensor]) -> None:
             moved = [local(self._state_of(group, params[i])["momentum_buffer"]) for i in indices]
@@ -186,6 +192,8 @@ class Muon(Optimizer):
                 lerp_(moved, terms, 1 - group["momentum"])
                 copy_(outs, terms)
 
+        if blend and group["row_beta"] is None and self._recorded(group, params, grads, grouping.whole, fill):
+            grouping = replace(grouping, whole=[])
         for item in orthogonal(params, fill, group["steps"], grouping):
             if not isinstance(item, Batch):
                 yield item
@@ -198,7 +206,34 @@ class Muon(Optimizer):
                     _by_rows(d, m, group["row_beta"]) for d, m in zip(directions, moments, strict=True)
                 ]
             rate = -_rate(group, params[item.indices[0]])
-            add_(weights, directions, alpha=rate, factor=1 - group["lr"] * group["weight_decay"])
+            add_(weights, directions, alpha=rate, factor=decay)
+
+    def _recorded(
+        self,
+        group: dict[str, Any],
+        params: list[Parameter],
+        grads: list[Tensor],
+        stacks: Sequence[Stack],
+        fill: Fill,
+    ) -> bool:
+        """The step on whole matrices as one launch, where that is worth it and has been met before."""
+        indices = [i for stack in stacks for i in stack.indices]
+        weights = [local(params[i]) for i in indices]
+        moments = [local(self._state_of(group, params[i])["momentum_buffer"]) for i in indices]
+        terms = [local(grads[i]) for i in indices]
+        if not indices or not can_combine(weights) or not can_combine(moments, terms):
+            return False
+
+        def body(numbers: Tensor, memories: Sequence[Tensor]) -> None:
+            batches = orthogonal_stacks(stacks, fill, group["steps"], memories)
+            for (batch, directions), pair in zip(batches, numbers.unbind(), strict=True):
+                add_recorded([local(params[i]) for i in batch], directions, pair)
+
+        places = tuple(tensor.data_ptr() for tensor in chain(weights, moments, terms))
+        kind = (places, group["momentum"], group["lookahead"], group["steps"])
+        decay = 1 - group["lr"] * group["weight_decay"]
+        numbers = [(decay, -_rate(group, params[stack.indices[0]])) for stack in stacks]
+        return self._steps.run(kind, body, [*weights, *moments], stacks, numbers)
 
     def _adamw(self, group: dict[str, Any], params: list[Parameter], grads: list[Tensor]) -> None:
         states = [self._state_of(group, parameter) for parameter in params]

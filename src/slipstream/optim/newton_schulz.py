@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -44,7 +44,6 @@ from slipstream.kernels.normalise import normalised
 from slipstream.kernels.product import product
 from slipstream.kernels.symmetric import programs_at_once, symmetric_product, tiles
 from slipstream.lists import norms
-from slipstream.optim.recorded_iteration import RecordedIteration, worth_recording
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
@@ -205,28 +204,18 @@ def stacks(like: Sequence[Tensor]) -> list[Stack]:
     return found
 
 
-def recorded(
-    shape: torch.Size, dtype: torch.dtype, device: torch.device, steps: int
-) -> RecordedIteration | None:
-    """The iteration on stacks of this shape as one launch, where the host takes longer to call it than the device to
-    run it, and where it has come up before; None: compute it plainly."""
-    if not (dtype == torch.bfloat16 and runs_on(device)):
-        return None
-    # By stream: what is at work on another one may not be written over.
-    stream = torch.cuda.current_stream(device).cuda_stream
-    return worth_recording((shape, dtype, device, steps, stream), partial(orthogonalise, steps=steps))
-
-
 def orthogonal_stacks(
-    stacks: Sequence[Stack], fill: Fill, steps: int = STEPS
+    stacks: Sequence[Stack], fill: Fill, steps: int = STEPS, memories: Sequence[Tensor] | None = None
 ) -> Iterator[tuple[list[int], list[Tensor]]]:
     """`fill(indices, outs)` writes those tensors into their places in a stack.
 
-    Yields the indices of a stack and, for each, its orthogonalised tensor.
+    Yields the indices of a stack and, for each, its orthogonalised tensor. `memories`: of the stacks, in which
+    those tensors will lie as well.
     """
-    for stack in stacks:
-        iteration = recorded(stack.shape, stack.dtype, stack.device, steps)
-        memory = stack.empty() if iteration is None else iteration.memory
+    for number, stack in enumerate(stacks):
+        memory = stack.empty() if memories is None else memories[number]
         fill(stack.indices, stack.views(memory))
-        found = orthogonalise(memory, steps) if iteration is None else iteration.replayed()
+        found = orthogonalise(memory, steps)
+        if memories is not None and found.data_ptr() != memory.data_ptr():
+            found = memory.copy_(found)
         yield stack.indices, stack.views(found)
