@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "metrics": {"formats", "schedule", "models.sizes", "errors"},
     "plan": {"formats", "schedule", "models.sizes", "errors"},
-    "config": {"formats", "schedule", "models.sizes", "optimizers", "errors"},
+    "config": {"formats", "schedule", "models.cut", "models.sizes", "optimizers", "errors"},
     "train": {
         "formats",
         "pipeline",
@@ -107,6 +107,7 @@ WITHOUT_TORCH = (
     "cli",
     "config",
     "errors",
+    "models/cut",
     "models/sizes",
     "optimizers",
 )

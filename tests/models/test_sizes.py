@@ -5,18 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import combinations, pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from slipstream.errors import ConfigError, UserError
 from slipstream.models import sizes
 from slipstream.models.sizes import PRESETS, ModelConfig, preset
-from slipstream.models.stages import build_model, measured_cut, split
+from slipstream.models.stages import build_model
 
 TINY = ModelConfig(vocab=64, dim=32, layers=3, heads=4, kv_heads=2, ffn=48, tied=False)
 ROUTED = replace(TINY, experts=4, experts_per_token=2)
@@ -85,68 +82,7 @@ def test_activation_counts_are_near_what_autograd_keeps(config):
     assert predicted == pytest.approx(measured, rel=0.04)
 
 
-def stage_costs(config, ranges, sequence):
-    layer = sizes.layer_cost(config, sequence).forward_flops
-    costs = [layer * len(part) for part in ranges]
-    costs[-1] += sizes.head_cost(config).forward_flops
-    return costs
-
-
-@settings(max_examples=60, deadline=None)
-@given(layers=st.integers(1, 9), stages=st.integers(1, 9), vocab=st.sampled_from([8, 500, 5000]))
-def test_split_is_the_best_contiguous_one(layers, stages, vocab):
-    config = replace(TINY, layers=layers, vocab=vocab)
-    if stages > layers:
-        with pytest.raises(UserError, match="stages"):
-            split(config, stages)
-        return
-    ranges = split(config, stages, sequence=64)
-    assert [i for part in ranges for i in part] == list(range(layers))
-    assert all(len(part) >= 1 for part in ranges)
-    best = min(
-        max(stage_costs(config, split(config, stages, boundaries), 64))
-        for boundaries in combinations(range(1, layers), stages - 1)
-    )
-    assert max(stage_costs(config, ranges, 64)) == best
-
-
-@settings(max_examples=100, deadline=None)
-@given(data=st.data(), layers=st.integers(2, 9), layer=st.sampled_from([0.5, 1.0, 3.0]))
-def test_a_cut_by_measured_times_is_the_best_contiguous_one(data, layers, layer):
-    """Of times that are so much a layer, an embedding and a head: found again from the times alone."""
-    stages = data.draw(st.integers(2, min(5, layers)))
-    head = data.draw(st.sampled_from([0.0, 0.25, 2.0, 7.5]))
-    embedding = data.draw(st.sampled_from([0.0, 0.25, 1.5])) if stages > 2 else 0.0
-    every = [
-        [range(a, b) for a, b in pairwise([0, *edges, layers])]
-        for edges in combinations(range(1, layers), stages - 1)
-    ]
-
-    def times(cut):
-        found = [layer * len(part) for part in cut]
-        found[0] += embedding
-        found[-1] += head
-        return found
-
-    now = data.draw(st.sampled_from(every))
-    boundaries, left = measured_cut(times(now), now)
-    found = [range(a, b) for a, b in pairwise([0, *boundaries, layers])]
-    best = min(max(times(cut)) for cut in every)
-    assert max(times(found)) == pytest.approx(best)
-    assert left == pytest.approx(best / max(times(now)))
-    if max(times(now)) == best:
-        assert found == now
-
-
-def test_one_stage_has_no_cut():
-    assert measured_cut([3.0], [range(4)]) == ([], 1.0)
-
-
-def test_wrong_boundaries_and_shapes_say_what_to_change():
-    assert split(TINY, 2, [1]) == [range(1), range(1, 3)]
-    for boundaries in ([], [0], [3], [1, 2], [2, 1]):
-        with pytest.raises(UserError, match="boundaries"):
-            split(TINY, 2, boundaries)
+def test_wrong_shapes_say_what_to_change():
     with pytest.raises(ConfigError) as caught:
         ModelConfig(vocab=9, dim=30, layers=1, heads=4, kv_heads=3, ffn=8, experts=2, experts_per_token=3)
     assert len(caught.value.problems) == 4
@@ -156,8 +92,8 @@ def test_wrong_boundaries_and_shapes_say_what_to_change():
         preset("smollm-360m")
 
 
-def test_sizes_need_no_torch():
-    code = "import sys, slipstream.models.sizes; sys.exit('torch' in sys.modules)"
+def test_sizes_and_cuts_need_no_torch():
+    code = "import sys, slipstream.models.cut, slipstream.models.sizes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -10,9 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.errors import UserError
+from slipstream.models.cut import split
 from slipstream.models.loss import TokenLoss
 from slipstream.models.sizes import ModelConfig
-from slipstream.models.stages import build_model, build_stage, split
+from slipstream.models.stages import build_model, build_stage
 from slipstream.train.engine import tied_names
 
 DENSE = ModelConfig(vocab=61, dim=32, layers=4, heads=4, kv_heads=2, ffn=40)
@@ -27,8 +28,8 @@ def tokens_of(config, rows=2, length=24):
     return torch.randint(0, config.vocab, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
-def cut(config, num_stages, seed=0):
-    ranges = split(config, num_stages, sequence=24)
+def cut(config, num_stages, seed=0, boundaries=None):
+    ranges = split(config, num_stages, boundaries, sequence=24)
     last = len(ranges) - 1
     return [
         build_stage(config, part.start, part.stop, embedding=i == 0, head=i == last, seed=seed)
@@ -45,10 +46,10 @@ def run(stages, tokens):
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_stages_compute_the_whole_model_bit_for_bit(name, num_stages):
+@pytest.mark.parametrize("boundaries", [[2], [1, 2, 3], [1.5], [0.5, 2, 3.5]])
+def test_stages_compute_the_whole_model_bit_for_bit(name, boundaries):
     config, tokens = ALL[name], tokens_of(ALL[name])
-    whole, stages = build_model(config, 0), cut(config, num_stages)
+    whole, stages = build_model(config, 0), cut(config, len(boundaries) + 1, boundaries=boundaries)
     expected = whole.state_dict()
     for stage in stages:
         for key, tensor in stage.state_dict().items():
@@ -116,9 +117,9 @@ def test_masked_documents_do_not_see_one_another():
         )
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize("boundaries", [[], [2], [1, 2, 3], [0.5, 1.5, 3]])
 @pytest.mark.parametrize("seeded", [True, False])
-def test_router_losses_under_pipelining_are_those_of_one_loss(num_stages, seeded):
+def test_router_losses_under_pipelining_are_those_of_one_loss(boundaries, seeded):
     """Against mean over microbatches of (loss + aux) written out, for both ways engines divide by m."""
     m, tokens = 3, tokens_of(ROUTED, rows=6)
     loss = TokenLoss()
@@ -134,14 +135,15 @@ def test_router_losses_under_pipelining_are_those_of_one_loss(num_stages, seeded
         total = total + 0.3 * balance + 0.2 * z
     (total / m).backward()
 
-    stages = [stage.double() for stage in cut(ROUTED, num_stages)]
+    stages = [stage.double() for stage in cut(ROUTED, len(boundaries) + 1, boundaries=boundaries)]
     for stage in stages:
         stage.auxiliary_weight = 1 / m if seeded else 1.0
     for part in tokens.chunk(m):
         loss(run(stages, part), part).backward(torch.tensor(1 / m if seeded else 1.0, dtype=torch.float64))
     expected = dict(whole.named_parameters())
     for stage in stages:
-        assert stage.router_losses.shape == (len(stage.layers), 2)
+        routed = sum(layer.moe is not None for layer in stage.layers.values())
+        assert (len(stage.router_losses) if routed else stage.router_losses) == (routed or None)
         for key, parameter in stage.named_parameters():
             gradient = parameter.grad if seeded else parameter.grad / m
             assert torch.allclose(gradient, expected[key].grad, rtol=1e-9, atol=1e-12), key

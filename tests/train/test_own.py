@@ -12,7 +12,6 @@ from tests.train.conftest import TINY, Runs, assert_equal_weights
 from slipstream.config import load, resolve
 from slipstream.errors import DataError, UserError
 from slipstream.train import session
-from slipstream.train.own_model import balanced
 
 OWN = [key for key in TINY if not key.startswith("model.") or key.startswith("model.vocab")]
 
@@ -135,10 +134,3 @@ def test_it_is_exported_under_its_own_names(mine, tmp_path):
         main(["export", str(tmp_path / "run"), str(tmp_path / "out")])
     assert ended.value.code == 0
     own.layers(64).load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
-
-
-def test_balanced_parts_have_the_lightest_heaviest():
-    assert balanced([1, 1, 1, 1], 2) == [0, 2, 4]
-    assert balanced([9, 1, 1, 1], 2) == [0, 1, 4]
-    assert balanced([1, 1, 1, 9], 3)[-2] == 3
-    assert balanced([5], 1) == [0, 1]

@@ -37,6 +37,25 @@ def test_every_depth_ends_with_the_same_weights(runs, reference, stages):
     assert losses == [event["loss"] for event in reference.events("2bw", "step")]
 
 
+def test_a_cut_inside_a_layer_changes_no_bit(runs, reference):
+    """Nor does going on with another cut: attention and MLP of layer 1 meet on one stage, those of layer 2 part."""
+    runs.train("run", "pipeline.stages=3", "pipeline.boundaries=[1.5,3]", "checkpoint.keep=9")
+    assert_equal_weights(runs.weights("run"), reference.weights("2bw"))
+    forget_after(runs, 4)
+    runs.train("run", "pipeline.stages=2", "pipeline.boundaries=[2.5]", "checkpoint.keep=9")
+    assert_equal_weights(runs.weights("run"), reference.weights("2bw"))
+    forget_after(runs, 8)
+    runs.train("run", "pipeline.stages=4", "pipeline.boundaries=[0.5,1,3.5]")
+    assert_equal_weights(runs.weights("run"), reference.weights("2bw"))
+
+
+def forget_after(runs, step):
+    """The checkpoints of later updates of the run called run."""
+    for path in (runs.folder / "run" / "checkpoints").iterdir():
+        if path.is_dir() and int(path.name.rpartition("-")[2]) > step:
+            shutil.rmtree(path)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b", "zbv"])
 def test_torch_schedules_equal_training_without_delay(runs, reference, schedule):
     runs.train("run", f"pipeline.schedule={schedule}", "pipeline.stages=2", "train.eval_every=5")
@@ -396,7 +415,8 @@ def test_masked_documents_and_z_loss_at_every_depth(runs):
 def test_experts_at_every_depth(runs):
     settings = ["model.experts=4", "model.experts_per_token=2", "train.steps=4"]
     runs.train("one", "pipeline.schedule=emulate", *settings)
-    runs.train("two", "pipeline.stages=2", "train.activation_checkpointing=true", *settings)
+    within = "pipeline.boundaries=[0.5]"  # the first stage has no experts
+    runs.train("two", "pipeline.stages=2", within, "train.activation_checkpointing=true", *settings)
     assert_equal_weights(runs.weights("one"), runs.weights("two"))
 
 
@@ -432,9 +452,7 @@ def test_a_run_keeps_the_cutover_it_was_made_with(runs):
     assert kept() == 1
     assert_equal_weights(runs.weights("run"), runs.weights("one"))
     for step, settings in ((8, ["pipeline.schedule=emulate"]), (4, ["pipeline.stages=4"])):
-        for path in (runs.folder / "run" / "checkpoints").iterdir():
-            if path.is_dir() and int(path.name.rpartition("-")[2]) > step:
-                shutil.rmtree(path)
+        forget_after(runs, step)
         runs.train("run", named, *settings, "checkpoint.keep=9")
         assert kept() == 1
         assert_equal_weights(runs.weights("run"), runs.weights("one"))

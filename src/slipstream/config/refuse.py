@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slipstream.config.settings import Config, ModelSettings, updates
+from slipstream.models.cut import rising
 from slipstream.models.sizes import ModelConfig
 from slipstream.optimizers import CORRECTION_NAMES, OPTIMIZERS, unknown
 
@@ -150,9 +151,10 @@ def _layers(config: Config, model: ModelConfig) -> Iterator[str]:
                 f"pipeline.boundaries = {bounds} names {len(bounds)} boundaries; {modules} stage modules need "
                 f"{modules - 1}. List the first layer of each stage but the first."
             )
-        elif any(a >= b for a, b in zip([0, *bounds], [*bounds, model.layers], strict=True)):
+        elif not rising([0, *bounds, model.layers]):
             yield (
-                f"pipeline.boundaries = {bounds} must rise strictly between 0 and {model.layers} (the layers)."
+                f"pipeline.boundaries = {bounds} must rise strictly between 0 and {model.layers} (the layers), in "
+                "whole or half layers: 2.5 is inside layer 2, behind its attention."
             )
     elif modules > model.layers:
         yield (

@@ -108,8 +108,9 @@ class PipelineSettings(Settings):
     in_flight: int | None = _layout(
         None, "microbatches stage 0 keeps in flight, 2bw only (derived: from latency)", ge=1
     )
-    boundaries: list[int] | None = _layout(
-        None, "first layer of each stage but the first (derived: balanced cost)"
+    boundaries: list[int | float] | None = _layout(
+        None,
+        "first layer of each stage but the first; 2.5: inside layer 2, behind its attention (derived: balanced cost)",
     )
     delay: int | list[int] = _field(
         1, "updates between reading and using weights; other than 1: emulate only"

@@ -102,13 +102,24 @@ class MLP(nn.Module):
 
 
 class DenseLayer(nn.Module):
-    def __init__(self, config: ModelConfig, device: torch.device | str | None = None) -> None:
+    """Attention and MLP, each beside a residual; where a stage ends inside the layer, one of them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device | str | None = None,
+        attention: bool = True,
+        mlp: bool = True,
+    ) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps, device)
-        self.attention = Attention(config, device)
-        self.mlp_norm = RMSNorm(config.dim, config.norm_eps, device)
-        self.mlp = MLP(config, device)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps, device) if attention else None
+        self.attention = Attention(config, device) if attention else None
+        self.mlp_norm = RMSNorm(config.dim, config.norm_eps, device) if mlp else None
+        self.mlp = MLP(config, device) if mlp else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
-        return x + self.mlp(self.mlp_norm(x))
+        if self.attention_norm is not None and self.attention is not None:
+            x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+        if self.mlp_norm is not None and self.mlp is not None:
+            x = x + self.mlp(self.mlp_norm(x))
+        return x

@@ -124,14 +124,27 @@ class MoE(nn.Module):
 
 
 class MoELayer(nn.Module):
-    def __init__(self, config: ModelConfig, device: torch.device | str | None = None) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps, device)
-        self.attention = Attention(config, device)
-        self.mlp_norm = RMSNorm(config.dim, config.norm_eps, device)
-        self.moe = MoE(config, device)
+    """Attention and experts, as `DenseLayer`. The losses come with the experts."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device | str | None = None,
+        attention: bool = True,
+        moe: bool = True,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps, device) if attention else None
+        self.attention = Attention(config, device) if attention else None
+        self.mlp_norm = RMSNorm(config.dim, config.norm_eps, device) if moe else None
+        self.moe = MoE(config, device) if moe else None
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.attention_norm is not None and self.attention is not None:
+            x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+        if self.mlp_norm is None or self.moe is None:
+            return x, None
         y, losses = self.moe(self.mlp_norm(x))
         return x + y, losses

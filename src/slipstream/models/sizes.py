@@ -217,14 +217,22 @@ def head_cost(config: ModelConfig) -> Cost:
     )
 
 
+def _attention_matrices(config: ModelConfig) -> int:
+    return 2 * config.dim * config.q_dim + 2 * config.dim * config.kv_dim
+
+
+def attention_flops(config: ModelConfig, sequence: int) -> float:
+    """A layer's attention, per token of one forward."""
+    return 2.0 * _attention_matrices(config) + 2.0 * (sequence + 1) * config.q_dim
+
+
 def layer_cost(config: ModelConfig, sequence: int) -> Cost:
     """One decoder layer at sequence length `sequence`."""
-    attention = 2 * config.dim * config.q_dim + 2 * config.dim * config.kv_dim
+    attention = _attention_matrices(config)
     expert = 3 * config.dim * config.ffn
     router = config.dim * config.experts
     copies = config.experts_per_token if config.experts else 1
     norms = 2 * config.dim + (2 * config.head_dim if config.qk_norm else 0)
-    scores = 2.0 * (sequence + 1) * config.q_dim
     # What eager autograd keeps. Twice: the residual, normalised, scaled. q, k, v and attention's result.
     # Gate, its activation, up and their product.
     kept = 6 * config.dim + 2 * config.q_dim + 2 * config.kv_dim + copies * 4 * config.ffn
@@ -235,7 +243,7 @@ def layer_cost(config: ModelConfig, sequence: int) -> Cost:
     return Cost(
         parameters=attention + max(1, config.experts) * expert + router + norms,
         active_parameters=attention + copies * expert + router + norms,
-        forward_flops=2.0 * (attention + copies * expert + router) + scores,
+        forward_flops=attention_flops(config, sequence) + 2.0 * (copies * expert + router),
         activation_values=kept,
         checkpointed_values=config.dim,
     )

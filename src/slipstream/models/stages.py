@@ -1,4 +1,5 @@
-"""Layers [first, last) of a model as one module, with the embedding or the head where asked.
+"""Layers [first, last) of a model as one module, with the embedding or the head where asked. Either end may lie inside
+a layer (`cut.py`): its attention is then on one stage and its MLP on the next.
 
 Parameter names are global (`layers.7.mlp.up.weight` wherever layer 7 lives) and every tensor is drawn
 from (seed, its global name): how the model is cut changes neither names nor initial weights.
@@ -13,9 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.errors import UserError
 from slipstream.models.auxiliary import AddLoss
+from slipstream.models.cut import Layers, rising
 from slipstream.models.llama import DenseLayer, RMSNorm, rotary_table
 from slipstream.models.moe import MoE, MoELayer
-from slipstream.models.sizes import ModelConfig, head_cost, layer_cost
+from slipstream.models.sizes import ModelConfig
 
 
 class Stage(nn.Module):
@@ -39,8 +40,8 @@ class Stage(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        first_layer: int,
-        last_layer: int,
+        first_layer: float,
+        last_layer: float,
         *,
         embedding: bool,
         head: bool,
@@ -55,7 +56,8 @@ class Stage(nn.Module):
         self._rotary_table = rotary_table
         layer = MoELayer if config.experts else DenseLayer
         self.embedding = nn.Embedding(config.vocab, config.dim, device=device) if embedding else None
-        self.layers = nn.ModuleDict({str(i): layer(config, device) for i in range(first_layer, last_layer)})
+        halves = Layers(first_layer, last_layer).halves()
+        self.layers = nn.ModuleDict({str(i): layer(config, device, *here) for i, here in halves.items()})
         self.norm = RMSNorm(config.dim, config.norm_eps, device) if head else None
         self.head = nn.Linear(config.dim, config.vocab, bias=False, device=device) if head else None
         if config.tied and self.embedding is not None and self.head is not None:
@@ -78,7 +80,8 @@ class Stage(nn.Module):
                 x = layer(x, cos, sin, mask)
             if config.experts:
                 x, layer_losses = x
-                losses.append(layer_losses)
+                if layer_losses is not None:
+                    losses.append(layer_losses)
         if losses:
             x = self._add_router_losses(x, torch.stack(losses))
         if self.head is not None and self.norm is not None:
@@ -123,8 +126,8 @@ def document_mask(documents: Tensor) -> Tensor:
 
 def build_stage(
     config: ModelConfig,
-    first_layer: int,
-    last_layer: int,
+    first_layer: float,
+    last_layer: float,
     *,
     embedding: bool,
     head: bool,
@@ -132,10 +135,10 @@ def build_stage(
     device: torch.device | str = "cpu",
 ) -> Stage:
     """Layers [first_layer, last_layer), initialised (on the meta device: shapes only)."""
-    if not 0 <= first_layer <= last_layer <= config.layers:
+    if not 0 <= first_layer <= last_layer <= config.layers or not rising([first_layer, last_layer + 0.5]):
         raise UserError(
             f"Layers [{first_layer}, {last_layer}) are not in a model of {config.layers} layers. "
-            f"Choose 0 <= first <= last <= {config.layers}."
+            f"Choose 0 <= first <= last <= {config.layers}, in layers or halves of them."
         )
     stage = Stage(config, first_layer, last_layer, embedding=embedding, head=head, device=device)
     for name, parameter in stage.named_parameters():
@@ -170,72 +173,3 @@ def initialise(stage: nn.Module, config: ModelConfig, seed: int) -> None:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         # Drawn on the CPU in float32, so that every device and dtype starts from the same numbers.
         parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
-
-
-def split(
-    config: ModelConfig, num_stages: int, boundaries: Sequence[int] | None = None, sequence: int = 1024
-) -> list[range]:
-    """The layers of each stage: cut at `boundaries` (the first layers of stages 1, 2, ...), or balanced."""
-    if not 1 <= num_stages <= config.layers:
-        raise UserError(
-            f"{config.layers} layers cannot form {num_stages} stages of at least one layer. "
-            f"Set pipeline.stages between 1 and {config.layers}."
-        )
-    if boundaries is None:
-        boundaries = _balanced(config, num_stages, sequence)
-    edges = [0, *boundaries, config.layers]
-    if len(edges) != num_stages + 1 or any(a >= b for a, b in pairwise(edges)):
-        raise UserError(
-            f"pipeline.boundaries {list(boundaries)} do not cut {config.layers} layers into {num_stages} "
-            f"stages. List {num_stages - 1} increasing layer numbers between 1 and {config.layers - 1}."
-        )
-    return [range(a, b) for a, b in pairwise(edges)]
-
-
-def measured_cut(seconds: Sequence[float], layers: Sequence[range]) -> tuple[list[int], float]:
-    """The boundaries by which the slowest of these stages would be quickest, and what part of its time would be left.
-
-    `seconds`: what each stage takes, in any unit. Layers are taken to cost the same, as much as those of the stages
-    between the first and the last do; what these two take beyond their layers is the embedding's and the head's.
-    """
-    sizes = [len(part) for part in layers]
-    stages = len(sizes)
-    if stages == 1:
-        return [], 1.0
-    plain = range(1, stages - 1) if stages > 2 else range(1)
-    layer = sum(seconds[stage] for stage in plain) / sum(sizes[stage] for stage in plain)
-    first, last = (seconds[stage] - layer * sizes[stage] for stage in (0, -1))
-
-    def slowest(cut: list[int]) -> float:
-        return max(
-            layer * size + first * (at == 0) + last * (at == stages - 1) for at, size in enumerate(cut)
-        )
-
-    total, between = sum(sizes), stages - 2
-    cuts = [
-        [begin, *(_even(total - begin - end, between)), end]
-        for begin in range(1, total - between)
-        for end in (range(1, total - begin - between + 1) if between else [total - begin])
-    ]
-    best = min([sizes, *cuts], key=slowest)  # as it is, unless another is better
-    return list(accumulate(best[:-1])), slowest(best) / max(seconds)
-
-
-def _even(layers: int, stages: int) -> list[int]:
-    size, longer = divmod(layers, stages) if stages else (0, 0)
-    return [size + (at < longer) for at in range(stages)]
-
-
-def _balanced(config: ModelConfig, num_stages: int, sequence: int) -> list[int]:
-    """Boundaries whose costliest stage is cheapest. All layers cost the same, the head sits on the last
-    stage and the embedding is a lookup, so only the size of the last stage is open."""
-    layer = layer_cost(config, sequence).forward_flops
-    head = head_cost(config).forward_flops
-    if num_stages == 1:
-        return []
-
-    def costliest(last: int) -> float:
-        return max(layer * last + head, layer * math.ceil((config.layers - last) / (num_stages - 1)))
-
-    last = min(range(1, config.layers - num_stages + 2), key=costliest)
-    return list(accumulate(_even(config.layers - last, num_stages - 1)))

@@ -20,9 +20,10 @@ from slipstream.config.settings import updates
 from slipstream.data.shards import read_meta
 from slipstream.distributed.world import device_for
 from slipstream.errors import UserError
+from slipstream.models.cut import Layers, split
 from slipstream.models.loss import TokenLoss
 from slipstream.models.sizes import ModelConfig
-from slipstream.models.stages import Stage, build_stage, split
+from slipstream.models.stages import Stage, build_stage
 from slipstream.optim import build as build_optimizer
 from slipstream.optim.corrections import Correction, build_correction, synchronous_groups
 from slipstream.optim.lr import schedule as lr_schedule
@@ -70,7 +71,7 @@ def stage_modules(
     """The stage modules `indices` of a model cut into `count`."""
     if isinstance(model, OwnModel):
         return model.stages(config, count, indices, where)
-    layers = split(model, count, config.pipeline.boundaries, config.data.sequence)
+    layers = cut(config, model, count)
     # A routed layer adds its losses in its own backward, scaled as the engine scales a microbatch's loss.
     weight = 1.0 / config.pipeline.microbatches
     built = []
@@ -95,6 +96,15 @@ def stage_modules(
                 {name: weights[name] for name, _ in stage.named_parameters(remove_duplicate=False)}
             )
     return built
+
+
+def cut(config: Config, model: ModelConfig, count: int) -> list[Layers]:
+    """The layers of each of `count` stages. The emulator's are whole: its delays may differ by stage, and then the cut
+    decides what is trained."""
+    pipeline = config.pipeline
+    return split(
+        model, count, pipeline.boundaries, config.data.sequence, whole_layers=pipeline.schedule == "emulate"
+    )
 
 
 def optimizer_factory(config: Config) -> Callable[[nn.Module], Optimizer]:

@@ -14,8 +14,9 @@ from slipstream.formats import si
 from slipstream.metrics.events import read_run
 from slipstream.metrics.progress import Show, duration
 from slipstream.metrics.report import write_report
-from slipstream.models.sizes import parameters
-from slipstream.models.stages import measured_cut, split
+from slipstream.models.cut import measured_cut
+from slipstream.models.sizes import attention_flops, layer_cost, parameters
+from slipstream.train.build import cut
 from slipstream.train.evaluate import unigram_entropy
 from slipstream.train.generate import load_trained, write
 from slipstream.train.master import TOKENIZER_FILE
@@ -77,8 +78,9 @@ def _better_cut(parts: RunParts, busy: Sequence[float]) -> str:
     config, model = parts.config, parts.model
     if isinstance(model, OwnModel) or config.chunks != 1:
         return ""
-    layers = split(model, len(busy), config.pipeline.boundaries, config.data.sequence)
-    boundaries, left = measured_cut(busy, layers)
+    layer = layer_cost(model, config.data.sequence).forward_flops
+    attention = attention_flops(model, config.data.sequence) / layer
+    boundaries, left = measured_cut(busy, cut(config, model, len(busy)), attention)
     if left > 1 - WORTH_A_CUT:
         return ""
     return f" Cut at pipeline.boundaries={boundaries} it would have {1 - left:.0%} less to do."

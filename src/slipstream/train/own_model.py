@@ -18,6 +18,7 @@ from slipstream.config import Config
 from slipstream.config.objects import fetch
 from slipstream.errors import UserError
 from slipstream.models.config_json import read_described
+from slipstream.models.cut import balanced
 from slipstream.models.hugging_face import HuggingFaceStage, Parts, build
 
 
@@ -81,7 +82,7 @@ class OwnModel:
         spans = [range(*edge) for edge in pairwise(edges)]
         return [self._stage(spans[index]).to(device) for index in indices]
 
-    def hidden(self, count: int, boundaries: list[int] | None) -> list[tuple[int, ...]]:
+    def hidden(self, count: int, boundaries: list[int | float] | None) -> list[tuple[int, ...]]:
         """Of each cut, the shape that one sequence has there."""
         return [self.boundaries[edge - 1] for edge in self._cut(count, boundaries)[1:-1]]
 
@@ -93,14 +94,18 @@ class OwnModel:
         alone = {names[0] for names in self.ties if set(names) <= here}
         return {tie: own for tie, own in found.items() if own and tie not in alone}
 
-    def _cut(self, count: int, boundaries: list[int] | None) -> list[int]:
+    def _cut(self, count: int, boundaries: list[int | float] | None) -> list[int]:
         if boundaries is not None:
-            edges = [0, *boundaries, len(self.layers)]
-            if len(edges) == count + 1 and all(a < b for a, b in pairwise(edges)):
+            edges = [int(edge) for edge in (0, *boundaries, len(self.layers))]
+            if (
+                edges[1:-1] == boundaries
+                and len(edges) == count + 1
+                and all(a < b for a, b in pairwise(edges))
+            ):
                 return edges
             raise UserError(
                 f"pipeline.boundaries = {boundaries} do not cut the {len(self.layers)} layers of '{self.place}' into "
-                f"{count} stages. List {count - 1} rising layer numbers."
+                f"{count} stages. List {count - 1} rising whole numbers of layers."
             )
         if count > len(self.layers):
             hint = "Return its layers as a list, or set" if self.whole else "Set"
@@ -138,22 +143,6 @@ class OwnModel:
                 f"returns logits [tokens, vocabulary] = [{self.sequence}, {self.vocab}]."
             )
         return shapes
-
-
-def balanced(weights: list[float], count: int) -> list[int]:
-    """Edges of `count` neighbouring parts whose heaviest is lightest."""
-    total = [0.0]
-    for weight in weights:
-        total.append(total[-1] + weight)
-    best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, (0,))}
-    for parts in range(1, count + 1):
-        for end in range(parts, len(weights) + 1):
-            best[parts, end] = min(
-                (max(best[parts - 1, start][0], total[end] - total[start]), (*best[parts - 1, start][1], end))
-                for start in range(parts - 1, end)
-                if (parts - 1, start) in best
-            )
-    return list(best[count, len(weights)][1])
 
 
 def weight(layer: nn.Module) -> float:
