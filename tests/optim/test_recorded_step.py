@@ -70,7 +70,7 @@ def test_a_recorded_step_changes_no_bit(shapes, places, options, recorder, monke
         pytest.skip("two places are enough for the options")
     plain, none = trained(shapes, places, 0, monkeypatch, **options)
     found, some = trained(shapes, places, 8, monkeypatch, **options)
-    assert (none, some) == (0, places)
+    assert (none, some) == (0, 1)  # wherever the gradients lie
     assert all(map(torch.equal, found, plain))
 
 
@@ -92,5 +92,5 @@ def test_places_that_never_come_again_are_forgotten(recorder, monkeypatch):
     monkeypatch.setattr(recorded_step, "MOST_MET", 4)
     steps, changed = recorded_step.RecordedSteps(), [torch.zeros(4, device=DEVICE)]
     for place in range(20):
-        assert not steps.run(place, lambda *_: None, changed, [], [(1.0, 1.0)])
+        assert not steps.run(place, lambda *_: None, changed, changed, [], [(1.0, 1.0)])
         assert len(steps._met) <= 4

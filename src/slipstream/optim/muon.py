@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -33,7 +34,7 @@ from torch.optim.adamw import adamw
 from slipstream.distributed.groups import Wait
 from slipstream.errors import UserError
 from slipstream.lists import add_, add_recorded, can_combine, copy_, lerp_, lerp_and_add
-from slipstream.optim.newton_schulz import STEPS, Fill, Stack, orthogonal_stacks
+from slipstream.optim.newton_schulz import STEPS, Stack, orthogonal_stacks
 from slipstream.optim.recorded_step import RecordedSteps
 from slipstream.optim.sharded import Batch, Exchanges, Grouping, group_matrices, local, orthogonal
 from slipstream.optim.velocity import adam_velocity, groups_and_states
@@ -182,9 +183,9 @@ class Muon(Optimizer):
         blend = group["momentum"] ** group["lookahead"]
         decay = 1 - group["lr"] * group["weight_decay"]
 
-        def fill(indices: list[int], outs: list[Tensor]) -> None:
+        def fill_with(terms_of: Mapping[int, Tensor], indices: list[int], outs: list[Tensor]) -> None:
             moved = [local(self._state_of(group, params[i])["momentum_buffer"]) for i in indices]
-            terms = [local(grads[i]) for i in indices]
+            terms = [terms_of[i] for i in indices]
             # Orthogonal(U) does not depend on U's size, so U / blend will do: one pass, cast included.
             if blend:
                 lerp_and_add(moved, terms, 1 - group["momentum"], outs, (1 - blend) / blend)
@@ -192,9 +193,11 @@ class Muon(Optimizer):
                 lerp_(moved, terms, 1 - group["momentum"])
                 copy_(outs, terms)
 
-        if blend and group["row_beta"] is None and self._recorded(group, params, grads, grouping.whole, fill):
+        terms_of = dict(enumerate(map(local, grads)))
+        recordable = blend and group["row_beta"] is None
+        if recordable and self._recorded(group, params, terms_of, grouping.whole, fill_with):
             grouping = replace(grouping, whole=[])
-        for item in orthogonal(params, fill, group["steps"], grouping):
+        for item in orthogonal(params, partial(fill_with, terms_of), group["steps"], grouping):
             if not isinstance(item, Batch):
                 yield item
                 continue
@@ -212,28 +215,29 @@ class Muon(Optimizer):
         self,
         group: dict[str, Any],
         params: list[Parameter],
-        grads: list[Tensor],
+        terms_of: Mapping[int, Tensor],
         stacks: Sequence[Stack],
-        fill: Fill,
+        fill_with: Callable[[Mapping[int, Tensor], list[int], list[Tensor]], None],
     ) -> bool:
         """The step on whole matrices as one launch, where that is worth it and has been met before."""
         indices = [i for stack in stacks for i in stack.indices]
         weights = [local(params[i]) for i in indices]
         moments = [local(self._state_of(group, params[i])["momentum_buffer"]) for i in indices]
-        terms = [local(grads[i]) for i in indices]
+        terms = [terms_of[i] for i in indices]
         if not indices or not can_combine(weights) or not can_combine(moments, terms):
             return False
 
-        def body(numbers: Tensor, memories: Sequence[Tensor]) -> None:
+        def body(numbers: Tensor, grads: Sequence[Tensor], memories: Sequence[Tensor]) -> None:
+            fill = partial(fill_with, dict(zip(indices, grads, strict=True)))
             batches = orthogonal_stacks(stacks, fill, group["steps"], memories)
             for (batch, directions), pair in zip(batches, numbers.unbind(), strict=True):
                 add_recorded([local(params[i]) for i in batch], directions, pair)
 
-        places = tuple(tensor.data_ptr() for tensor in chain(weights, moments, terms))
+        places = tuple(tensor.data_ptr() for tensor in chain(weights, moments))
         kind = (places, group["momentum"], group["lookahead"], group["steps"])
         decay = 1 - group["lr"] * group["weight_decay"]
         numbers = [(decay, -_rate(group, params[stack.indices[0]])) for stack in stacks]
-        return self._steps.run(kind, body, [*weights, *moments], stacks, numbers)
+        return self._steps.run(kind, body, [*weights, *moments], terms, stacks, numbers)
 
     def _adamw(self, group: dict[str, Any], params: list[Parameter], grads: list[Tensor]) -> None:
         states = [self._state_of(group, parameter) for parameter in params]
