@@ -127,6 +127,18 @@ def test_a_start_of_another_length_is_not_the_planners(b_study):
     assert {entry.correction for entry in measured} == {"none", "error_feedback"}
 
 
+def test_synchronous_runs_from_before_there_was_a_setting_count(b_study):
+    study, expansion, results = b_study
+    before = {}
+    for name, result in results.items():
+        known = {key: value for key, value in result.settings.items() if key != "pipeline.least_stages"}
+        since = result.settings | {"pipeline.least_stages": 1}
+        settings = known if result.settings["pipeline.delay"] == 0 else since
+        before[name] = Result(**(vars(result) | {"settings": settings}))
+    cells = compared_cells(study, expansion, before)
+    assert len(entries(study.name, *cells)) == len(entries(study.name, *compared_cells(*b_study))) > 0
+
+
 def test_what_the_planner_has_no_word_for_is_left_out(b_study):
     study, expansion, results = b_study
     odd = {}

@@ -8,11 +8,14 @@ learning rate may have been tuned for itself). Invariant: a number without synch
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
+from slipstream.config import Config
 from slipstream.plan.penalty import SYNC_START, Penalty, same_place
 from slipstream.study.cells import AxisRoles, Cell
 from slipstream.study.results import Result
+from slipstream.study.sweep import settings as settings_of
 
 _MAY_DIFFER = {
     "pipeline.delay",
@@ -76,9 +79,15 @@ def _name(result: Result, reference: Result) -> str | None:
 
 
 def _kept(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What two runs must share. A run from before there was a setting has what is now its default."""
     sections = ("model.", "data.", "pipeline.", "optim.", "train.steps")
-    kept = {key: value for key, value in settings.items() if key.startswith(sections)}
+    kept = {key: value for key, value in (_defaults() | settings).items() if key.startswith(sections)}
     return {key: value for key, value in kept.items() if key not in _MAY_DIFFER}
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return settings_of(Config())
 
 
 def _source(study: str, cell: Cell, roles: AxisRoles, result: Result) -> str:
