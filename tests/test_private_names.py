@@ -24,6 +24,7 @@ PRIVATE = {
     "_foreach_lerp_",
     "_foreach_mul_",
     "_foreach_norm",
+    "_foreach_zero_",
     "_fsdp_param_group",
     "_fsdp_param_groups",
     "_get_fsdp_state",

@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream import torch_private
 from slipstream.kernels.combine import can_combine, combine
 from slipstream.kernels.halves import round_high
-from slipstream.torch_private import copy_, mul_, norms
+from slipstream.torch_private import copy_, mul_, norms, zero_
 
 __all__ = [
     "add_",
@@ -27,6 +27,7 @@ __all__ = [
     "mul_",
     "norms",
     "round_into",
+    "zero_",
 ]
 
 Tensors = Sequence[Tensor]

@@ -32,6 +32,12 @@ def copy_(targets: Tensors, sources: Tensors) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
+def zero_(targets: Tensors) -> None:
+    """targets ← 0."""
+    if targets:
+        torch._foreach_zero_(list(targets))
+
+
 def lerp_(starts: Tensors, ends: Tensors, weight: float) -> None:
     """starts ← starts + weight (ends - starts)."""
     if starts:

@@ -35,13 +35,13 @@ def build(world, optimizer="adamw", tied=True, m=M, frozen=False, **options):
     return Schedule2BW(stage, m, tiny.loss_fn, make, **{"timeout": 120, **options})
 
 
-def step(world, schedule, group, **batch_options):
+def step(world, schedule, group, outputs=True, **batch_options):
     """One group through this rank; the losses on the last stage, else an empty list."""
     x, y = tiny.batch(group, **batch_options)
     losses = []
     args = (x,) if world.rank == 0 else ()
     last = world.rank == world.size - 1
-    schedule.step(*args, **({"target": y, "losses": losses} if last else {}))
+    schedule.step(*args, return_outputs=outputs, **({"target": y, "losses": losses} if last else {}))
     return [loss.item() for loss in losses]
 
 
@@ -50,7 +50,7 @@ def weights(schedule):
         return {name: p.detach().clone() for name, p in master.named_parameters()}
 
 
-def train(world, groups, drains=(), evaluations=(), state=None, decay=False, **options):
+def train(world, groups, drains=(), evaluations=(), state=None, decay=False, outputs=True, **options):
     """Train over `groups`; returns losses, final weights, evaluation losses, the state at the end."""
     schedule = build(world, **options)
     if state is not None:
@@ -60,7 +60,7 @@ def train(world, groups, drains=(), evaluations=(), state=None, decay=False, **o
     )
     losses, evaluated = [], []
     for group in groups:
-        losses += step(world, schedule, group)
+        losses += step(world, schedule, group, outputs)
         if scheduler is not None:
             scheduler.step()
         if group in drains:

@@ -77,6 +77,49 @@ def test_outputs_that_are_handed_out_are_not_written_again(pool):
         assert all(map(torch.equal, outputs, expected))
 
 
+def test_a_loss_is_recorded_together_with_its_stage():
+    """So that one launch computes both, whatever else there is to call in between."""
+    calls = []
+
+    def loss(output, target):
+        calls.append(1)
+        return (output - target).square().mean()
+
+    module, made = tiny.Block(), Made()
+    plain, call = copy.deepcopy(module), made.prepare(module)
+    assert call.with_loss(loss) is call.with_loss(loss)
+    for index in range(6):
+        x, target = torch.randn(2, tiny.WIDTH, requires_grad=True), torch.randn(2, tiny.WIDTH)
+        same = x.detach().requires_grad_()
+        found, expected = call.with_loss(loss)(x, target), loss(plain(same), target)
+        assert torch.equal(found, expected)
+        found.backward()
+        expected.backward()
+        assert torch.equal(x.grad, same.grad)
+        assert (made.forwards, made.backwards) == (max(0, index - 1),) * 2
+    for parameter, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad)
+
+
+def test_sums_that_are_taken_away_are_not_added_to():
+    module, made = tiny.Block(), Made()
+    call, x = made.prepare(module), torch.ones(2, tiny.WIDTH)
+    for _ in range(PLAIN_CALLS):
+        call(x).sum().backward()
+    module.zero_grad()
+    call(x).sum().backward()
+    once = [p.grad.clone() for p in module.parameters()]
+    call(x).sum().backward()
+    taken = call.release([*(p.grad for p in module.parameters()), None])
+    module.zero_grad()
+    call(x).sum().backward()
+    assert taken.pop() is None
+    for total, one, parameter in zip(taken, once, module.parameters(), strict=True):
+        assert torch.equal(total, 2 * one)
+        assert torch.equal(parameter.grad, one)
+    assert made.recorded == 1
+
+
 def test_autograd_is_not_sent_to_every_weight():
     module = tiny.Block()
     call = Made().prepare(module)
@@ -123,7 +166,9 @@ def test_what_a_stage_hands_on_beside_tensors_with_gradients():
     [
         {"correction": "error_feedback", "max_grad_norm": 0.1},
         {"correction": "error_feedback", "cutover": 4, "m": 8},
-        {"correction": "none", "synchronous": 3},
+        {"correction": "error_feedback", "cutover": 4, "m": 8, "outputs": False},
+        {"correction": "error_feedback", "outputs": False, "evaluations": (4,)},
+        {"correction": "none", "synchronous": 3, "outputs": False},
         {"correction": "error_feedback", "bank_dtype": torch.bfloat16, "cutover": 4, "m": 8},
         {"correction": "error_feedback", "max_grad_norm": 0.1, "tied": True, "drains": (4,)},
         # The master is put together for a validation, from weights that give their memory back meanwhile.

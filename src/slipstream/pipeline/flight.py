@@ -22,7 +22,8 @@ from slipstream.pipeline.messages import Spec, spec_of
 from slipstream.pipeline.microbatches import Microbatch, check_loss
 from slipstream.pipeline.options import Options
 from slipstream.pipeline.replica import Replica, before_backward, give_back
-from slipstream.pipeline.torch_stage import StageInfo
+from slipstream.pipeline.stage_graphs import RecordedCall
+from slipstream.pipeline.torch_stage import Route, StageInfo
 from slipstream.pipeline.trace import Trace
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import Versions
@@ -74,10 +75,19 @@ class Flight:
         left = self._options.n_microbatches - 1 - index
         inputs = list(args) if self._stage.first else self._links.receive_activations(group, index, left)
         reads = self._versions.reads(group, index).index
+        recorded = replica.call if isinstance(replica.call, RecordedCall) else None
+        joined = recorded is not None and not keep_output and self._can_join(kwargs, target)
+        if recorded is not None and joined:
+            recorded = recorded.with_loss(self._loss_alone)
+        output: Any = None
+        loss: Tensor | None = None
         with self._trace.action(Kind.FORWARD, group, index, reads), self._watched():
-            output = self._stage.route.run(replica.call, inputs, kwargs)
-            loss = self._loss(output, target) if self._stage.last else None
-        if self._depth.is_open and not getattr(replica.call, "settled", True):
+            if recorded is not None and joined:
+                loss = recorded(*inputs, target)
+            else:
+                output = self._stage.route.run(replica.call, inputs, kwargs)
+                loss = self._loss(output, target) if self._stage.last else None
+        if self._depth.is_open and recorded is not None and not recorded.settled:
             self._depth.recording()
         outputs = [loss] if loss is not None else _as_message(output)
         self._waiting.append(_InFlight(group, index, replica, inputs, outputs))
@@ -85,8 +95,13 @@ class Flight:
             self._send(group, index, outputs)
             return None, None
         # A recorded stage writes there again once this microbatch is through.
-        written_again = getattr(replica.call, "fixed_addresses", False)
-        return loss.detach(), _detached(output, written_again) if keep_output else None
+        kept = loss.detach().clone() if joined else loss.detach()
+        return kept, _detached(output, recorded is not None) if keep_output else None
+
+    def _can_join(self, kwargs: dict[str, Any], target: Any) -> bool:
+        """Whether the loss can be recorded together with the stage: it depends on one tensor beside the output."""
+        alone = not kwargs and not self.loss_kwargs and type(self._stage.route) is Route
+        return alone and self._stage.last and isinstance(target, Tensor)
 
     def _watched(self) -> AbstractContextManager[None]:
         return self._depth.room.forward() if self._depth.is_open else nullcontext()
@@ -173,6 +188,10 @@ class Flight:
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         return check_loss(self._loss_of(output, target, **self.loss_kwargs))
+
+    def _loss_alone(self, output: Any, target: Any) -> Tensor:
+        """Without arguments of the group."""
+        return check_loss(self._loss_of(output, target))
 
     def clear(self) -> None:
         self._waiting.clear()

@@ -5,11 +5,11 @@ the memory of the recording. So there is a *slot* for each microbatch in flight,
 is recorded once for each slot that it meets. Replicas share a slot's memory: it holds one microbatch at a time.
 
 Invariants: a recording computes what the plain call computes, in the same order, so nothing changes but who launches
-the kernels. A forward takes a slot and its backward gives it back; what the forward returned is good until then. The
-gradients of weights leave their scratch, which all recordings share, before that backward returns. Weights are written
-in place: replicas that are recorded keep their memory between groups, and where one has given it back (a master in
-halves, put together for a validation) it is recorded again. What cannot be recorded is computed plainly for ever, with
-one warning.
+the kernels. A forward takes a slot and its backward gives it back; what the forward returned is good until then. A
+backward adds to sums that lie at fixed places, the same for all replicas of a stage; they are `.grad` of the weights,
+and whoever takes them away gets copies (`release`). Weights are written in place: replicas that are recorded keep their
+memory between groups, and where one has given it back (a master in halves, put together for a validation) it is
+recorded again. What cannot be recorded is computed plainly for ever, with one warning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.cuda_graphs import beside, captured
-from slipstream.lists import add_, copy_
+from slipstream.lists import add_, copy_, zero_
 from slipstream.torch_private import run_grad_hooks
 
 PLAIN_CALLS = 2  # of each replica before it is recorded
@@ -33,6 +33,7 @@ MOST_SLOTS = 32  # in flight; any more are computed plainly
 Outputs = list[Tensor]
 Forward = Callable[[], Outputs]
 Backward = Callable[[Outputs], None]
+Loss = Callable[[Any, Any], Tensor]
 
 
 class Recorder(Protocol):
@@ -83,11 +84,43 @@ class Recording:
     differentiable: list[bool]  # by output
     seeds: list[Tensor]  # gradients of those that are
     input_grads: list[Tensor | None]
-    scratch: list[Tensor | None]  # gradients of the weights
-    weights: list[nn.Parameter]
-    places: list[int]  # where they were
+    sums: Sums
+    weights: list[nn.Parameter]  # those that get a gradient
+    places: list[int]  # where all of them were
     forward: Callable[[], None]
-    backward: Callable[[], None]
+    backward: Callable[[], None]  # adds to the sums
+
+
+@dataclass(eq=False)
+class Sums:
+    """Of the gradients of a stage's weights. `users`: the weights of all replicas: a group's gradients go over from one
+    to the other."""
+
+    tensors: list[Tensor]
+    users: Sequence[nn.Parameter]
+
+    def are_of(self, weights: Sequence[nn.Parameter]) -> bool:
+        return all(weight.grad is total for weight, total in zip(weights, self.tensors, strict=True))
+
+    def clear(self) -> None:
+        """Begin anew. Whoever's gradients they still are gets copies."""
+        own = {id(total) for total in self.tensors}
+        for weight in self.users:
+            if weight.grad is not None and id(weight.grad) in own:
+                weight.grad = weight.grad.clone()
+        zero_(self.tensors)
+
+    def give(self, weights: Sequence[nn.Parameter]) -> None:
+        """After the first backward since they were cleared: gradients, as autograd would give them."""
+        if all(weight.grad is None for weight in weights):
+            for weight, total in zip(weights, self.tensors, strict=True):
+                weight.grad = total
+            return
+        pairs = list(zip(weights, self.tensors, strict=True))
+        add_([w.grad for w, _ in pairs if w.grad is not None], [t for w, t in pairs if w.grad is not None])
+        for weight, total in pairs:
+            if weight.grad is None:
+                weight.grad = total.clone()
 
 
 @dataclass(eq=False)
@@ -99,15 +132,18 @@ class Slot:
 
 
 class StageGraphs:
-    """The slots of a rank, and the scratch that its recordings share. `make`: a recorder for a new slot."""
+    """The slots of a rank, and the sums that its recordings share. `make`: a recorder for a new slot."""
 
     def __init__(self, make: Callable[[], Recorder]) -> None:
         self._make: Callable[[], Recorder] | None = make
         self._slots: list[Slot] = []
-        self._scratch: dict[tuple[object, ...], list[Tensor | None]] = {}
+        self._sums: dict[tuple[object, ...], Sums] = {}
+        self._weights: list[nn.Parameter] = []  # of all that is wrapped
 
     def wrap(self, module: nn.Module, call: Callable[..., Any]) -> RecordedCall:
-        return RecordedCall(self, module, call)
+        recorded = RecordedCall(self, module, call)
+        self._weights.extend(recorded.weights)
+        return recorded
 
     def take(self) -> Slot | None:
         slot = next((slot for slot in self._slots if not slot.taken), None)
@@ -125,20 +161,34 @@ class StageGraphs:
     def give_up(self, why: RuntimeError) -> None:
         self._make = None
         self._slots.clear()  # memory that plain calls may need
-        self._scratch.clear()
+        self._sums.clear()
         warnings.warn(
             "A stage cannot be recorded as CUDA graphs, so its kernels are launched one by one: "
             f"{str(why).splitlines()[0]}",
             stacklevel=2,
         )
 
-    def scratch(self, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def sums(self, weights: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> Sums:
         """Laid out as the weights, in the gradients' dtypes; the same for all replicas of a stage."""
-        pairs = list(zip(weights, grads, strict=True))
-        key = tuple((w.shape, w.stride(), w.device, None if g is None else g.dtype) for w, g in pairs)
-        if key not in self._scratch:
-            self._scratch[key] = [None if g is None else torch.empty_like(w, dtype=g.dtype) for w, g in pairs]
-        return self._scratch[key]
+        key = tuple(
+            (w.shape, w.stride(), w.device, grad.dtype) for w, grad in zip(weights, grads, strict=True)
+        )
+        if key not in self._sums:
+            pairs = zip(weights, grads, strict=True)
+            tensors = [torch.empty_like(w.detach(), dtype=grad.dtype) for w, grad in pairs]
+            self._sums[key] = Sums(tensors, self._weights)
+        return self._sums[key]
+
+    def clear(self) -> None:
+        for sums in self._sums.values():
+            sums.clear()
+
+    def release(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """`grads` for whoever keeps them: copies of those that are sums, to which the next backward adds."""
+        own = {id(total) for sums in self._sums.values() for total in sums.tensors}
+        copies = {id(grad): torch.empty_like(grad) for grad in grads if grad is not None and id(grad) in own}
+        copy_(list(copies.values()), [grad for grad in grads if grad is not None and id(grad) in copies])
+        return [grad if grad is None else copies.get(id(grad), grad) for grad in grads]
 
 
 class RecordedCall:
@@ -149,12 +199,14 @@ class RecordedCall:
 
     def __init__(self, graphs: StageGraphs, module: nn.Module, call: Callable[..., Any]) -> None:
         self._graphs, self._module, self._call = graphs, module, call
-        self._weights = [p for p in module.parameters() if p.requires_grad]
+        self.weights = [p for p in module.parameters() if p.requires_grad]
         self._recordings: dict[Slot, Recording] = {}
         self._kind: tuple[object, ...] | None = None  # of the microbatches that are recorded: the first's
         self._calls = 0
         self._anchor: Tensor | None = None
         self._single = True  # whether it returns a tensor, and not several
+        self._with_loss: tuple[Loss, RecordedCall] | None = None
+        self.release = graphs.release
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._graphs.broken:
@@ -163,7 +215,7 @@ class RecordedCall:
         slot = None if kwargs or not torch.is_grad_enabled() else self._slot_for(args)
         if slot is None:
             return self._call(*args, **kwargs)
-        places = [weight.data_ptr() for weight in self._weights]
+        places = [weight.data_ptr() for weight in self.weights]
         recording = self._recordings.get(slot)
         self.settled = recording is not None and recording.places == places
         if recording is None or recording.places != places:
@@ -178,6 +230,14 @@ class RecordedCall:
         outputs = _Replayed.apply(recording, *args, self._anchor)
         return outputs[0] if self._single else outputs
 
+    def with_loss(self, loss: Loss) -> RecordedCall:
+        """The same for its arguments and a target: the loss of its output, recorded together with it."""
+        if self._with_loss is None or self._with_loss[0] != loss:
+            plain = self._call
+            joined = RecordedCall(self._graphs, self._module, lambda *args: loss(plain(*args[:-1]), args[-1]))
+            self._with_loss = (loss, joined)
+        return self._with_loss[1]
+
     def _slot_for(self, args: Sequence[Any]) -> Slot | None:
         if self._graphs.broken or not all(isinstance(arg, Tensor) for arg in args):
             return None
@@ -188,15 +248,17 @@ class RecordedCall:
         return self._graphs.take() if kind == self._kind and self.settled else None
 
     def _record(self, slot: Slot, args: Sequence[Tensor], places: list[int]) -> Recording | None:
+        self._graphs.clear()  # what is run before it is recorded adds to the sums
         inputs = [arg.detach().clone().requires_grad_(arg.requires_grad) for arg in args]
         # Autograd knows the weights of microbatches in flight by the stream they are on, and would make this one wait
         # for it. So they are recorded under other names.
-        aliases = {weight: nn.Parameter(weight.detach()) for weight in self._weights}
+        aliases = {weight: nn.Parameter(weight.detach()) for weight in self.weights}
         leaves = [leaf for leaf in inputs if leaf.requires_grad]
         differentiable: list[bool] = []
         seeds: list[Tensor] = []
         input_grads: list[Tensor | None] = []
-        scratch: list[Tensor | None] = []
+        weights: list[nn.Parameter] = []
+        found_sums: list[Sums] = []
 
         def forward() -> Outputs:
             # Casts of the weights that a caller under autocast keeps are of other weights, in memory of others.
@@ -216,7 +278,7 @@ class RecordedCall:
             first = not seeds
             if first:
                 seeds.extend(torch.zeros_like(root) for root in roots)
-            wanted = [*leaves, *aliases.values(), *(self._weights if first else [])]
+            wanted = [*leaves, *aliases.values(), *(self.weights if first else [])]
             with _exchanged(self._module, aliases):  # which computes layers again that kept nothing
                 found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
             of_inputs, of_weights, strays = (
@@ -228,10 +290,12 @@ class RecordedCall:
                 raise RuntimeError("it uses weights that are not attributes of its modules.")
             if first:
                 input_grads.extend(None if g is None else torch.empty_like(g) for g in of_inputs)
-                scratch.extend(self._graphs.scratch(self._weights, of_weights))
+                pairs = zip(self.weights, of_weights, strict=True)
+                weights.extend(weight for weight, grad in pairs if grad is not None)
+                found_sums.append(self._graphs.sums(weights, _present(of_weights)))
             with torch.no_grad():
-                for kept, grads in ((input_grads, of_inputs), (scratch, of_weights)):
-                    copy_(_present(kept), _present(grads))
+                copy_(_present(input_grads), _present(of_inputs))
+                add_(found_sums[0].tensors, _present(of_weights))
 
         try:
             outputs, replay_forward, replay_backward = slot.recorder.record(forward, backward)
@@ -241,7 +305,7 @@ class RecordedCall:
         own = iter(input_grads)
         by_input = [next(own) if leaf.requires_grad else None for leaf in inputs]
         recording = Recording(
-            slot, inputs, outputs, differentiable, seeds, by_input, scratch, self._weights, places, replay_forward,
+            slot, inputs, outputs, differentiable, seeds, by_input, found_sums[0], weights, places, replay_forward,
             replay_backward,
         )  # fmt: skip
         self._recordings[slot] = recording
@@ -269,32 +333,17 @@ class _Replayed(torch.autograd.Function):
         given = [grad for grad, differentiable in pairs if differentiable]
         for seed, grad in zip(recording.seeds, given, strict=True):
             seed.zero_() if grad is None else seed.copy_(grad)
+        going_on = recording.sums.are_of(recording.weights)
+        if not going_on:
+            recording.sums.clear()
         recording.backward()
-        _collect(recording)
+        if not going_on:
+            recording.sums.give(recording.weights)
+        for weight in recording.weights:
+            run_grad_hooks(weight)
         of_inputs = [None if grad is None else grad.clone() for grad in recording.input_grads]
         recording.slot.taken = False
         return (None, *of_inputs, None)
-
-
-def _collect(recording: Recording) -> None:
-    """Gradients of the weights, out of the scratch into `.grad`, as autograd would: the first microbatch sets it, the
-    others add to it, and whoever watches a weight is told."""
-    firsts, first_terms, sums, terms = [], [], [], []
-    given = [
-        (w, grad) for w, grad in zip(recording.weights, recording.scratch, strict=True) if grad is not None
-    ]
-    for weight, grad in given:
-        if weight.grad is not None:
-            sums.append(weight.grad)
-            terms.append(grad)
-            continue
-        weight.grad = torch.empty_like(grad)
-        firsts.append(weight.grad)
-        first_terms.append(grad)
-    copy_(firsts, first_terms)
-    add_(sums, terms)
-    for weight, _ in given:
-        run_grad_hooks(weight)
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def _name(result: Result, reference: Result) -> str | None:
 def _kept(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What two runs must share. A run from before there was a setting has what is now its default."""
     sections = ("model.", "data.", "pipeline.", "optim.", "train.steps")
-    kept = {key: value for key, value in (_defaults() | settings).items() if key.startswith(sections)}
+    kept = {key: value for key, value in {**_defaults(), **settings}.items() if key.startswith(sections)}
     return {key: value for key, value in kept.items() if key not in _MAY_DIFFER}
 
 
