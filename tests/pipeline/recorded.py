@@ -27,8 +27,10 @@ class Slot:
                 graph.clear()
                 for output in outputs:
                     output.fill_(torch.nan if output.is_floating_point() else -1)
+            self.made.replaying = True
             with torch.enable_grad():
                 left.extend(forward())
+            self.made.replaying = False
             for output, value in zip(kept, left, strict=True):
                 output.copy_(value.detach())
 
@@ -44,6 +46,7 @@ class Made:
 
     def __init__(self):
         self.slots = self.recorded = self.forwards = self.backwards = 0
+        self.replaying = False  # a forward
         self.graphs = StageGraphs(lambda: Slot(self))
 
     def prepare(self, module):

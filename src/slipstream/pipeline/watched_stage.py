@@ -62,7 +62,8 @@ class TorchTrace(Trace):
 
 
 class WatchedStage(PipelineStage):
-    """A stage whose actions are timed by `trace`, and which calls `collect` when a microbatch has its gradients."""
+    """A stage whose actions are timed by `trace`, and which calls `prepare` before a microbatch's forward and `collect`
+    when it has its gradients."""
 
     def __init__(
         self,
@@ -74,11 +75,14 @@ class WatchedStage(PipelineStage):
         *,
         trace: TorchTrace | None = None,
         collect: Callable[[], None] | None = None,
+        prepare: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(module, index, count, device, group=group)
-        self._watching, self._collect = trace, collect
+        self._watching, self._collect, self._prepare = trace, collect, prepare
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if self._prepare is not None:
+            self._prepare(fwd_chunk_id)
         with self._timed(Kind.FORWARD, fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 

@@ -10,7 +10,7 @@ microbatch's gradient is added to a wide sum, so the gradients are those of `del
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from slipstream.pipeline.mesh import Mesh
 from slipstream.pipeline.peers import Peers
 from slipstream.pipeline.placement import grid_of, place
 from slipstream.pipeline.replica import Replica
+from slipstream.pipeline.stage_graphs import Loss, RecordedCall
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import Versions
 from slipstream.pipeline.watched_stage import TorchTrace, WatchedStage
@@ -97,10 +98,14 @@ class Synchronous(Engine):
                 group,
                 trace=self._trace,
                 collect=partial(accumulator.add, versions.replica(0)),
+                prepare=self._aim if index == count - 1 else None,
             )
             for versions, accumulator, index in zip(self._versions, self._accumulators, indices, strict=True)
         ]
         self._loss = build.loss_function(config)
+        # A last stage that is recorded gets its loss recorded with it, as in our own engine.
+        self._last = next((stage.submod for stage in self._stages if stage.is_last), None)
+        self._targets: Sequence[Tensor] = ()
         placed = {
             index: other
             for other in range(config.stages)
@@ -117,7 +122,7 @@ class Synchronous(Engine):
         self._schedule = _TORCH[pipeline.schedule](
             self._stages if config.chunks > 1 else self._stages[0],
             self._m,
-            loss_fn=self._trace.with_loss(lambda output, target: self._loss(output, target) / self._m),
+            loss_fn=self._trace.with_loss(self._loss_of),
             scale_grads=False,
         )
         self.group = 0
@@ -130,7 +135,10 @@ class Synchronous(Engine):
         """As the step of torch's schedule, and the update after it."""
         self._updater.enter(self.group)
         self._trace.group = self.group
+        if isinstance(self._last, _Called) and self._last.recorded and kwargs.get("target") is not None:
+            self._targets = kwargs["target"].tensor_split(self._m)
         outputs = self._schedule.step(*args, losses=losses, **kwargs)
+        self._targets = ()
         if losses is not None:
             losses[:] = [loss.detach() * self._m for loss in losses]
         grads = [
@@ -142,6 +150,17 @@ class Synchronous(Engine):
         self._updater.finish_all()
         self.group += 1
         return outputs
+
+    def _aim(self, microbatch: int) -> None:
+        """Before the last stage's forward of a microbatch: what its loss needs, where that is recorded with it."""
+        if self._targets:
+            assert isinstance(self._last, _Called)
+            self._last.joined = self._loss, self._targets[microbatch]
+
+    def _loss_of(self, output: Any, target: Any) -> Tensor:
+        """The share of a microbatch, whose forward has just run."""
+        joined = isinstance(self._last, _Called) and self._last.returned_loss
+        return (output if joined else self._loss(output, target)) / self._m
 
     def eval(
         self,
@@ -245,9 +264,21 @@ class _Called(nn.Module):
         super().__init__()
         self.module = replica.module
         self._call = replica.call
+        # What the next forward is to return the loss by, and of what target; and whether the last one did.
+        self.joined: tuple[Loss, Tensor] | None = None
+        self.returned_loss = False
+
+    @property
+    def recorded(self) -> bool:
+        return isinstance(self._call, RecordedCall)
 
     def forward(self, *args: Any) -> Any:
-        return self._call(*args)
+        joined, self.joined = self.joined, None
+        self.returned_loss = joined is not None and self.recorded
+        if joined is None or not isinstance(self._call, RecordedCall):
+            return self._call(*args)
+        loss, target = joined
+        return self._call.with_loss(loss)(*args, target)
 
 
 def _as_module(replica: Replica) -> nn.Module:
