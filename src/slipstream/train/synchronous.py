@@ -159,8 +159,8 @@ class Synchronous(Engine):
 
     def _loss_of(self, output: Any, target: Any) -> Tensor:
         """The share of a microbatch, whose forward has just run."""
-        joined = isinstance(self._last, _Called) and self._last.returned_loss
-        return (output if joined else self._loss(output, target)) / self._m
+        joined = self._last.loss if isinstance(self._last, _Called) else None
+        return (self._loss(output, target) if joined is None else joined) / self._m
 
     def eval(
         self,
@@ -264,21 +264,26 @@ class _Called(nn.Module):
         super().__init__()
         self.module = replica.module
         self._call = replica.call
-        # What the next forward is to return the loss by, and of what target; and whether the last one did.
+        # Of the next forward's output, and its target.
         self.joined: tuple[Loss, Tensor] | None = None
-        self.returned_loss = False
+        self.loss: Tensor | None = None  # of the last forward, if it was to compute it
+        # What it returns then: of the shape that torch expects, without memory.
+        self._output: Tensor | None = None
 
     @property
     def recorded(self) -> bool:
         return isinstance(self._call, RecordedCall)
 
     def forward(self, *args: Any) -> Any:
-        joined, self.joined = self.joined, None
-        self.returned_loss = joined is not None and self.recorded
-        if joined is None or not isinstance(self._call, RecordedCall):
-            return self._call(*args)
-        loss, target = joined
-        return self._call.with_loss(loss)(*args, target)
+        joined, self.joined, self.loss = self.joined, None, None
+        if joined is not None and self._output is not None and isinstance(self._call, RecordedCall):
+            loss, target = joined
+            self.loss = self._call.with_loss(loss)(*args, target)
+            return self._output
+        output = self._call(*args)
+        if isinstance(output, Tensor):
+            self._output = torch.empty_like(output, device="meta")
+        return output
 
 
 def _as_module(replica: Replica) -> nn.Module:
