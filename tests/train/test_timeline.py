@@ -26,7 +26,7 @@ def test_a_run_draws_what_it_did_over_what_it_should_have_done(runs, schedule):
 
 
 def test_typical_groups_are_recorded(runs):
-    """Not those of a flushed start, nor those around a validation."""
+    """Not those of a flushed start, nor those around a validation, nor those whose stages are being recorded."""
 
     def found(*overrides: str) -> int:
         return recorded_from(runs.config("run", "train.steps=400", *overrides))
@@ -36,3 +36,6 @@ def test_typical_groups_are_recorded(runs):
     assert found("train.eval_every=100", "train.timeline_at=20", "optim.sync_start=100") == 103
     assert found("train.eval_every=2", "train.timeline_at=20") == 20
     assert found("train.timeline_at=0") == 0
+    graphs = ["train.eval_every=0", "train.timeline_at=20", "train.cuda_graphs=true", "train.device=cuda"]
+    assert found(*graphs) == 43
+    assert found(*graphs, "optim.sync_start=100") == 143

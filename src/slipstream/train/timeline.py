@@ -18,6 +18,7 @@ from slipstream.config.settings import updates
 from slipstream.metrics.breakdown import Sizes, breakdown
 from slipstream.metrics.record import Recorder
 from slipstream.models.sizes import ModelConfig
+from slipstream.pipeline.depth import MOST_GROUPS_TO_SETTLE
 from slipstream.schedule.actions import Action, Kind
 from slipstream.schedule.costs import measured_costs
 from slipstream.schedule.timeline import Span
@@ -32,13 +33,14 @@ _MLP = re.compile("mlp|ffn|feed_?forward|expert", re.IGNORECASE)
 
 
 def recorded_from(config: Config) -> int:
-    """train.timeline_at, or the next step whose groups are typical: not in a flushed start, and no validation shortly
-    before them or in between, which drains the pipeline. 0: never."""
+    """train.timeline_at, or the next step whose groups are typical: not in a flushed start, no validation shortly
+    before them or in between, which drains the pipeline, and no stage that is still being recorded. 0: never."""
     train = config.train
     if not train.timeline_at:
         return 0
     start = updates(config.optim.sync_start, train.steps)
-    least = train.timeline_at if train.timeline_at >= start + GROUPS or not start else start + GROUPS
+    recording = MOST_GROUPS_TO_SETTLE if train.cuda_graphs else 0
+    least = max(train.timeline_at, start + recording + (GROUPS if start or recording else 0))
     if not train.eval_every:
         return least
     steps = range(least, least + train.eval_every)
