@@ -93,6 +93,31 @@ def test_a_cutover_that_leaves_room_takes_nothing_away():
     assert within_cutover(2, 32, 5, 2, 0.03, 1e-5) == 2, "being late by chance is not worth a part of a flush"
 
 
+@pytest.mark.parametrize("update", [0.0, 0.02, 0.05])
+@pytest.mark.parametrize("link", [1e-5, 0.0005, 0.003, 0.02])
+@pytest.mark.parametrize(("m", "cutover"), [(4, 4), (8, 8), (8, 5), (16, 5), (16, 8)])
+def test_on_a_gpu_the_depth_is_the_least_of_the_best(m, cutover, link, update):
+    """The update counts: as many in flight as two banks allow leave nothing to compute while it runs."""
+
+    def seconds(in_flight):
+        costs = Costs(forward=0.01, backward=0.02, latency=link, update=update, update_latency=link)
+        schedule = build("pipedream_2bw", 4, m, 12, in_flight=in_flight, cutover=cutover)
+        return simulate(schedule, costs).time_per_update
+
+    asked = choose_in_flight(4, m, 0.03, link)
+    chosen = within_cutover(4, m, asked, cutover, 0.03, link, update, least=4)
+    for other in {4, asked}:
+        assert seconds(chosen) <= 1.015 * seconds(other)
+        assert chosen <= other or seconds(chosen) < seconds(other)
+
+
+def test_where_one_more_gains_nothing_it_is_not_kept():
+    """P = m = 4: a fifth is all that two banks allow, and hides a fifth of a percent of a message that is late."""
+    assert choose_in_flight(4, 4, 6.3, 0.1) == 5
+    assert within_cutover(4, 4, 5, 4, 6.3, 0.1, 3.5, least=4) == 4
+    assert within_cutover(4, 4, 5, 4, 6.3, 0.1, 3.5) == 5, "a host keeps it"
+
+
 def test_what_was_faster_while_the_pipeline_filled_is_no_jitter(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("slipstream.pipeline.trace.time.perf_counter", lambda: now[0])
@@ -112,7 +137,7 @@ def test_what_was_faster_while_the_pipeline_filled_is_no_jitter(monkeypatch):
 
 
 def told(work, link=0.001):
-    return RunStatus([], False, [work] * 4, [link] * 4, [math.inf] * 4)
+    return RunStatus([], False, [work] * 4, [link] * 4, [math.inf] * 4, [0.0] * 4)
 
 
 def test_a_stage_that_is_being_recorded_is_not_measured():
@@ -134,7 +159,12 @@ def test_a_stage_that_is_being_recorded_is_not_measured():
             "its last backwards come with the next group's"
         )
         statuses[group] = RunStatus(
-            [], False, [s.work_seconds for s in found], [s.link_seconds for s in found], [math.inf] * 4
+            [],
+            False,
+            [s.work_seconds for s in found],
+            [s.link_seconds for s in found],
+            [math.inf] * 4,
+            [0.0] * 4,
         )
         assert recorded.is_open == (group < 7), "update 5 is told when group 7 enters"
     assert [depth.warm_up for depth in depths] == warm_up_2bw(4, 8, 4)
@@ -169,7 +199,7 @@ def test_no_stage_holds_more_than_it_has_room_for(chosen, room):
 
 
 def test_a_run_takes_what_the_fullest_stage_has_room_for_and_says_so(caplog):
-    told = RunStatus([], False, [0.03] * 4, [0.014] * 4, [math.inf, 1.0, math.inf, math.inf])
+    told = RunStatus([], False, [0.03] * 4, [0.014] * 4, [math.inf, 1.0, math.inf, math.inf], [0.0] * 4)
     with caplog.at_level(logging.INFO, "slipstream"):
         found = []
         for stage in range(4):

@@ -8,7 +8,8 @@ includes how much longer than the least a forward and backward typically take: a
 delays its neighbours just as a slow link does.
 
 A cutover below that number (`schedule/cutover.py`) has every group begin with a part of a flush, which costs more than
-a fast link and less than a slow one: `within_cutover` asks the simulator which of the two to have.
+a fast link and less than a slow one. And the more are in flight, the less is left to do while an update runs. So
+`within_cutover` asks the simulator which to have.
 
 Times are taken when a stage has settled: while its calls are still being recorded (`stage_graphs.py`) some take ten
 times as long as others, which would pass for jitter.
@@ -67,26 +68,42 @@ def choose_in_flight(
 
 
 def within_cutover(
-    stages: int, microbatches: int, chosen: int, cutover: int, work_seconds: float, link_seconds: float
+    stages: int,
+    microbatches: int,
+    chosen: int,
+    cutover: int,
+    work_seconds: float,
+    link_seconds: float,
+    update_seconds: float = 0.0,
+    least: int | None = None,
 ) -> int:
-    """`chosen`, or as many as the cutover allows without a flush, whichever gives the shorter update by the simulator.
+    """`chosen`, or as many as the cutover allows without a flush, or `least`: the fewest of those with the shortest
+    updates by the simulator.
 
     A pure function of times that all stages have heard, so all of them come to the same answer.
     """
-    if cutover >= microbatches:
-        return chosen
-    capped = min(chosen, max(stages, cutover))
+    capped = chosen if cutover >= microbatches else min(chosen, max(stages, cutover))
+    candidates = {capped, capped if least is None else least}
     wanted = min(1 + (stages - 1) * (1 + math.ceil(2 * link_seconds / work_seconds)), microbatches + 1)
-    if capped == chosen or wanted <= capped:
+    if capped < min(chosen, wanted):
+        candidates.add(wanted)
+    if len(candidates) == 1:
         return capped
     # The update's own exchange crosses the links as well.
-    costs = Costs(work_seconds / 3, 2 * work_seconds / 3, latency=link_seconds, update_latency=link_seconds)
+    costs = Costs(
+        work_seconds / 3,
+        2 * work_seconds / 3,
+        latency=link_seconds,
+        update=update_seconds,
+        update_latency=link_seconds,
+    )
 
     def seconds(in_flight: int) -> float:
         schedule = build("pipedream_2bw", stages, microbatches, _GROUPS, in_flight=in_flight, cutover=cutover)
         return simulate(schedule, costs).time_per_update
 
-    return wanted if seconds(wanted) < (1 - NEGLIGIBLE) * seconds(capped) else capped
+    times = {in_flight: seconds(in_flight) for in_flight in candidates}
+    return min(k for k, taken in times.items() if taken <= min(times.values()) * (1 + NEGLIGIBLE))
 
 
 def within_room(stages: int, microbatches: int, chosen: int, room: Sequence[float]) -> int:
@@ -151,7 +168,10 @@ class Depth:
             work, link = max(told.work_seconds), max(told.link_seconds)
             chosen = choose_in_flight(stages, m, work, link, self._on_host)
             if work > 0:
-                chosen = within_cutover(stages, m, chosen, self._cutover, work, link)
+                # On a host the least was measured to be too few, whatever the simulator says.
+                least = None if self._on_host else stages
+                update = max(told.update_seconds)
+                chosen = within_cutover(stages, m, chosen, self._cutover, work, link, update, least)
             held = within_room(stages, m, chosen, told.room)
             if held < chosen and self._stage == 0:
                 said = (
@@ -160,15 +180,21 @@ class Depth:
                 logger.info(said, held, chosen)
             self._set(held)
 
-    def measure(self, status: RankStatus, pair_seconds: Callable[[], tuple[float, float]]) -> None:
+    def measure(
+        self,
+        status: RankStatus,
+        pair_seconds: Callable[[], tuple[float, float]],
+        update_seconds: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         """Until the depth is chosen, what the others should know: a forward and backward at its best, and typically,
-        and how many more there is memory for."""
+        an update, and how many more there is memory for."""
         if not self.is_open:
             return
         status.room = self.room.microbatches()
         least, typical = pair_seconds()
         status.work_seconds = NOT_SETTLED if self._unsettled else least
         status.link_seconds = self.link_seconds + typical - least
+        status.update_seconds = update_seconds()
         self._unsettled = max(0, self._unsettled - 1)
 
     def recording(self) -> None:

@@ -144,7 +144,7 @@ class Flight:
             self._links.send_gradients(group, index, inputs, keep=microbatches)
         self._versions.park(group, index, self._updater.completed, keep=self._updater.copying)
         if index + 1 == microbatches:
-            self._depth.measure(self._updater.status, self._trace.pair_seconds)
+            self._depth.measure(self._updater.status, self._trace.pair_seconds, self._trace.update_seconds)
             self._updater.begin(group, self._accumulator.take())
         else:
             self._updater.advance()

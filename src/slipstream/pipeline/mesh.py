@@ -82,6 +82,9 @@ def peers_of(
     return made, rows
 
 
+_TOLD = 4  # numbers of a stage in an update: of work, of its link, of room, of its update
+
+
 @dataclass(frozen=True)
 class Holdings:
     """Who holds what, as every rank knows it after one exchange at the start."""
@@ -202,12 +205,12 @@ class Mesh(Peers):
         vector[offset : offset + len(mine)] = torch.tensor(mine, dtype=torch.float64)
         vector[count] = float(status.stop)
         if self.holdings.speaks:
-            told = torch.tensor([status.work_seconds, status.link_seconds, status.room], dtype=torch.float64)
-            vector[count + 1 + self.holdings.stage :: stages] = told
+            told = [status.work_seconds, status.link_seconds, status.room, status.update_seconds]
+            vector[count + 1 + self.holdings.stage :: stages] = torch.tensor(told, dtype=torch.float64)
         yield self._sum_over_ranks(vector)
         numbers = vector.tolist()
-        work, link, room = (numbers[count + 1 + stages * i :][:stages] for i in range(3))
-        return RunStatus(numbers[:count], numbers[count] > 0, work, link, room)
+        told_by_stage = [numbers[count + 1 + stages * i :][:stages] for i in range(_TOLD)]
+        return RunStatus(numbers[:count], numbers[count] > 0, *told_by_stage)
 
     def _sum_over_ranks(self, vector: Tensor) -> Wait:
         if self._host_sum is not None:
@@ -263,8 +266,8 @@ def _joined(ranks: Sequence[int]) -> str:
 
 
 def _numbers(holdings: Holdings) -> int:
-    """The length of what a rank tells in an update: squared norms, a wish to stop, three of each stage."""
-    return sum(holdings.slots) + 1 + 3 * len(holdings.slots)
+    """The length of what a rank tells in an update: squared norms, a wish to stop, what each stage tells."""
+    return sum(holdings.slots) + 1 + _TOLD * len(holdings.slots)
 
 
 def _discover(

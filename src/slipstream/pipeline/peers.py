@@ -88,6 +88,7 @@ class RankStatus:
     work_seconds: float = 0.0  # one forward and one backward on this stage
     link_seconds: float = 0.0  # one way over the link behind this stage
     room: float = math.inf  # microbatches that it could hold beside those in flight
+    update_seconds: float = 0.0  # in which this stage computes nothing else
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class RunStatus:
     work_seconds: list[float]  # by stage
     link_seconds: list[float]
     room: list[float]
+    update_seconds: list[float]
 
 
 class Peers:
@@ -129,7 +131,14 @@ class Peers:
     def exchange(self, squares: Tensor, status: RankStatus) -> Generator[Wait, None, RunStatus]:
         """Tell this rank's slots of the squared norms and its status; return what all told."""
         told = yield from to_host(squares)
-        return RunStatus(told, status.stop, [status.work_seconds], [status.link_seconds], [status.room])
+        return RunStatus(
+            told,
+            status.stop,
+            [status.work_seconds],
+            [status.link_seconds],
+            [status.room],
+            [status.update_seconds],
+        )
 
     def gather(self, weights: Sequence[Tensor]) -> Steps:
         """Complete a bank of which each owner has written its part."""

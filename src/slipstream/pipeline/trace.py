@@ -20,6 +20,7 @@ from slipstream.schedule.actions import Action, Kind
 from slipstream.schedule.timeline import Span
 
 RECENT = 64  # actions of a kind that are remembered
+RECENT_UPDATES = 8
 ANCHORS = 5  # tries at setting the two clocks side by side; the shortest counts
 
 
@@ -136,6 +137,10 @@ class Trace:
             return 0.0, 0.0
         recent = [times for times in recent if times]
         return sum(min(times) for times in recent), sum(median(times) for times in recent)
+
+    def update_seconds(self) -> float:
+        """The least that one of the last few updates took; 0: not known. The first ones make what they need."""
+        return min(list(self._recent.get(Kind.UPDATE, (0.0,)))[-RECENT_UPDATES:])
 
     def take(self) -> list[Span]:
         """The spans recorded since the last call; it waits until the device has done them."""
