@@ -119,6 +119,7 @@ def test_halves_of_layers():
 def test_wrong_boundaries_say_what_to_change():
     assert split(TINY, 2, [1]) == [(0, 1), (1, 3)]
     assert split(TINY, 3, [0.5, 2.5]) == [(0, 0.5), (0.5, 2.5), (2.5, 3)]
+    assert len(split(TINY, 5, [0.5, 1, 2, 2.5])) == 5, "more than there are layers"
     for boundaries in ([], [0], [3], [1, 2], [2, 1], [1.25]):
         with pytest.raises(UserError, match=r"boundaries.* inside layer 2"):
             split(TINY, 2, boundaries)

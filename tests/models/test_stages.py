@@ -46,7 +46,7 @@ def run(stages, tokens):
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("boundaries", [[2], [1, 2, 3], [1.5], [0.5, 2, 3.5]])
+@pytest.mark.parametrize("boundaries", [[2], [1, 2, 3], [1.5], [0.5, 1.5, 2, 3, 3.5]])
 def test_stages_compute_the_whole_model_bit_for_bit(name, boundaries):
     config, tokens = ALL[name], tokens_of(ALL[name])
     whole, stages = build_model(config, 0), cut(config, len(boundaries) + 1, boundaries=boundaries)

@@ -9,7 +9,7 @@ import torch
 from slipstream import lists
 from slipstream.kernels import tables
 from slipstream.kernels.compiler import runs_on
-from slipstream.optim import recorded_step
+from slipstream.optim import muon, recorded_step
 from slipstream.optim.muon import Muon
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -85,6 +85,38 @@ def test_what_cannot_be_recorded_is_done_plainly_with_one_warning(recorder, monk
         found, recorded = trained(SMALL[0], 1, 8, monkeypatch)
     assert (recorded, len(caught)) == (0, 1)
     assert all(map(torch.equal, found, plain))
+
+
+@pytest.mark.skipif(not runs_on(DEVICE), reason="needs Triton")
+def test_a_recording_that_fails_in_the_middle_leaves_everything_as_it_was(recorder, monkeypatch):
+    """Out of memory on the second stack, when the first is written: its weights were zero from then on."""
+    plain, _ = trained(SMALL[0], 1, 0, monkeypatch)
+    own = muon.add_recorded
+    writes = []
+
+    def fails(weights, *rest):
+        own(weights, *rest)
+        writes.append(1)
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(muon, "add_recorded", fails)
+    with pytest.warns(UserWarning, match="launched one by one: no room"):
+        found, recorded = trained(SMALL[0], 1, 8, monkeypatch)
+    assert (recorded, len(writes)) == (0, 1)
+    assert all(map(torch.equal, found, plain))
+
+
+@pytest.mark.skipif(not runs_on(DEVICE), reason="needs Triton")
+def test_a_step_on_some_of_the_matrices_is_not_recorded(recorder):
+    """A master in halves steps bucket by bucket, and recordings of all of them would keep more than it saves."""
+    params = [torch.nn.Parameter(torch.ones(24, 16, device=DEVICE)) for _ in range(2)]
+    optimizer = Muon([{"params": params, "algorithm": "muon"}])
+    for _ in range(8):
+        for parameter in params:
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            parameter.grad = None
+    assert not optimizer._steps._recordings
 
 
 @pytest.mark.skipif(not runs_on(DEVICE), reason="needs Triton")

@@ -12,6 +12,7 @@ from torch import nn
 from pipeline import tiny
 from pipeline.recorded import Made
 from slipstream.pipeline import stage_graphs
+from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.replica import make_replica
 from slipstream.pipeline.stage_graphs import PLAIN_CALLS, StageGraphs
 
@@ -118,6 +119,16 @@ def test_sums_that_are_taken_away_are_not_added_to():
         assert torch.equal(total, 2 * one)
         assert torch.equal(parameter.grad, one)
     assert made.recorded == 1
+
+
+def test_a_module_with_a_release_of_its_own_is_left_alone():
+    class Releasing(tiny.Block):
+        def release(self):
+            raise AssertionError
+
+    replica = make_replica(Releasing(), None, None)
+    replica.call(torch.ones(2, tiny.WIDTH)).sum().backward()
+    assert all(grad is not None for grad in Accumulator(replica).take(replica))
 
 
 def test_autograd_is_not_sent_to_every_weight():

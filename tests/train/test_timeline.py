@@ -39,3 +39,4 @@ def test_typical_groups_are_recorded(runs):
     graphs = ["train.eval_every=0", "train.timeline_at=20", "train.cuda_graphs=true", "train.device=cuda"]
     assert found(*graphs) == 43
     assert found(*graphs, "optim.sync_start=100") == 143
+    assert found(*graphs, "train.steps=40") == 20

@@ -40,7 +40,7 @@ def split(
     whole_layers: bool = False,
 ) -> list[Layers]:
     """The layers of each stage: cut at `boundaries` (where stages 1, 2, ... begin), or balanced."""
-    if not 1 <= num_stages <= config.layers:
+    if num_stages < 1 or (boundaries is None and num_stages > config.layers):
         raise UserError(
             f"{config.layers} layers cannot form {num_stages} stages of at least one layer. "
             f"Set pipeline.stages between 1 and {config.layers}."

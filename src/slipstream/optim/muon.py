@@ -219,7 +219,12 @@ class Muon(Optimizer):
         stacks: Sequence[Stack],
         fill_with: Callable[[Mapping[int, Tensor], list[int], list[Tensor]], None],
     ) -> bool:
-        """The step on whole matrices as one launch, where that is worth it and has been met before."""
+        """The step on whole matrices as one launch, where that is worth it and has been met before.
+
+        A step on some of them at a time (a master in halves) is not recorded: each part would keep its memory.
+        """
+        if len(params) < len(group["params"]):
+            return False
         indices = [i for stack in stacks for i in stack.indices]
         weights = [local(params[i]) for i in indices]
         moments = [local(self._state_of(group, params[i])["momentum_buffer"]) for i in indices]

@@ -50,8 +50,10 @@ class RecordedStep:
         before = [tensor.clone() for tensor in changed]
         with beside(torch.cuda.Stream(changed[0].device)), kept_tables() as self._tables:
             # Libraries make their workspaces for this stream, and addresses are copied to the device.
-            body(*memory)
-            copy_(changed, before)
+            try:
+                body(*memory)
+            finally:  # it may run out of memory in the middle
+                copy_(changed, before)
             self._graph, _ = captured(lambda: body(*memory), pool)
 
     def replay(self, numbers: Numbers, grads: Sequence[Tensor]) -> None:

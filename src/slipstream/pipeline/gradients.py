@@ -22,6 +22,7 @@ from slipstream.lists import add_, copy_
 from slipstream.optim.sharded import local
 from slipstream.pipeline.peers import Gradients
 from slipstream.pipeline.replica import Replica
+from slipstream.pipeline.stage_graphs import RecordedCall
 from slipstream.torch_late import is_dtensor
 from slipstream.torch_private import updating
 
@@ -124,8 +125,8 @@ class Accumulator:
         for i, parameter in enumerate(replica.parameters):
             grad, parameter.grad = parameter.grad, None
             grads.append(_as_laid_out(grad, parameter) if grad is not None else wide.get(i))
-        release = getattr(replica.call, "release", None)  # of a recorded stage, which adds up at fixed places
-        return grads if release is None else release(grads)
+        # A recorded stage adds up at fixed places.
+        return replica.call.release(grads) if isinstance(replica.call, RecordedCall) else grads
 
 
 def _as_laid_out(grad: Tensor, parameter: Tensor) -> Tensor:

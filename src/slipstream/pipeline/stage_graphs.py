@@ -160,8 +160,7 @@ class StageGraphs:
 
     def give_up(self, why: RuntimeError) -> None:
         self._make = None
-        self._slots.clear()  # memory that plain calls may need
-        self._sums.clear()
+        self._slots.clear()  # memory that plain calls may need; what is in flight still adds to the sums
         warnings.warn(
             "A stage cannot be recorded as CUDA graphs, so its kernels are launched one by one: "
             f"{str(why).splitlines()[0]}",

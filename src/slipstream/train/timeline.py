@@ -40,6 +40,8 @@ def recorded_from(config: Config) -> int:
         return 0
     start = updates(config.optim.sync_start, train.steps)
     recording = MOST_GROUPS_TO_SETTLE if train.cuda_graphs else 0
+    if start + recording + 2 * GROUPS > train.steps:  # better those than none
+        recording = 0
     least = max(train.timeline_at, start + recording + (GROUPS if start or recording else 0))
     if not train.eval_every:
         return least
