@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
         "torch_private",
     },
     "metrics": {"formats", "schedule", "models.sizes", "errors"},
-    "plan": {"formats", "schedule", "models.sizes", "errors"},
+    "plan": {"formats", "schedule", "models.cut", "models.sizes", "errors"},
     "config": {"formats", "schedule", "models.cut", "models.sizes", "optimizers", "errors"},
     "train": {
         "formats",

@@ -1,9 +1,10 @@
-"""The planner's memory against peaks that were measured on a GPU (docs/notes/memory.md)."""
+"""The planner's memory against peaks that were measured on a GPU (docs/notes/memory.md), on stages of whole layers."""
 
 from dataclasses import replace
 
 import pytest
 
+from slipstream.models.cut import Layers
 from slipstream.models.sizes import preset
 from slipstream.pipeline import ties
 from slipstream.plan.candidates import TIE_BLOCKS, Fitter
@@ -32,7 +33,7 @@ def test_every_stage_is_within_five_percent_of_its_peak(schedule, in_flight, mea
     """One H200, torch 2.11: what torch had allocated at most on each of four stages."""
     shape = Shape(schedule, 4, 1, MICROBATCHES, ROWS, in_flight=in_flight)
     planner = fitter()
-    cut = planner.cut(shape)
+    cut = planner.cut(shape, whole_layers=True)
     assert cut is not None
     planned = [rank.total - rank.communicators for rank in planner.memory(shape, cut)]
     assert planned == pytest.approx(measured, rel=0.05)
@@ -50,7 +51,7 @@ def test_other_models_and_a_sharded_optimizer(model, data_ranks, measured):
     """1F1B as `studies/memory.py` ran it, over NCCL; with two data ranks each has the state of half of the matrices."""
     shape = Shape("1f1b", 4, data_ranks, MICROBATCHES, ROWS, shard_optimizer=data_ranks > 1)
     planner = fitter(data_ranks, model)
-    cut = planner.cut(shape)
+    cut = planner.cut(shape, whole_layers=True)
     assert cut is not None
     planned = [rank.total - rank.communicators for rank in planner.memory(shape, cut)]
     assert planned == pytest.approx(measured, rel=0.05)
@@ -78,7 +79,7 @@ def test_2bw_with_a_cutover_and_a_sharded_optimizer(model, data_ranks, cutover, 
         "pipedream_2bw", 4, data_ranks, MICROBATCHES, ROWS, shard_optimizer=sharded, cutover=cutover
     )
     planner = fitter(data_ranks, model)
-    cut = planner.cut(shape)
+    cut = planner.cut(shape, whole_layers=True)
     assert cut is not None
     planned = [rank.total - rank.communicators for rank in planner.memory(shape, cut)]
     assert planned[: len(measured)] == pytest.approx(measured, rel=0.05)
@@ -99,7 +100,7 @@ def test_narrow_sums_and_momentum(schedule, model, data_ranks, measured):
     precision = NARROW if schedule == "pipedream_2bw" else replace(NARROW, gradient=BF16.gradient)
     shape = Shape(schedule, 4, data_ranks, MICROBATCHES, ROWS, shard_optimizer=data_ranks > 1)
     planner = fitter(data_ranks, model, precision)
-    cut = planner.cut(shape)
+    cut = planner.cut(shape, whole_layers=True)
     assert cut is not None
     planned = [rank.total - rank.communicators for rank in planner.memory(shape, cut)]
     assert planned == pytest.approx(measured, rel=0.05)
@@ -110,7 +111,7 @@ def test_the_ten_billion_parameters_too():
     config = replace(preset("moe-10b"), vocab=49152)
     job = Job(config, Cluster(find_device("h200"), 4), 8 * 1024, 1024, optimizer="muon", precision=NARROW)
     shape = Shape("pipedream_2bw", 4, 1, MICROBATCHES, 1, checkpointing=True)
-    cut = (range(7), range(7, 14), range(14, 21), range(21, 24))
+    cut = (Layers(0, 7), Layers(7, 14), Layers(14, 21), Layers(21, 24))
     planned = [rank.total - rank.communicators for rank in Fitter(job).memory(shape, cut)]
     assert planned == pytest.approx([38.84 * GIB, 35.66 * GIB, 35.60 * GIB, 18.95 * GIB], rel=0.05)
 
@@ -119,7 +120,7 @@ def test_the_ten_billion_parameters_too():
 def test_communicators_are_counted_for_links_and_for_data_ranks(stages, data_ranks, links):
     shape = Shape("pipedream_2bw", stages, data_ranks, MICROBATCHES, ROWS)
     planner = fitter(data_ranks)
-    cut = planner.cut(shape)
+    cut = planner.cut(shape, whole_layers=True)
     assert cut is not None
     device = planner.job.cluster.device
     expected = [links * device.link_bytes + (device.group_bytes if data_ranks > 1 else 0)] * stages

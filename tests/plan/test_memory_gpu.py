@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from slipstream.models.cut import Layers
 from slipstream.models.sizes import preset
 from slipstream.plan.candidates import Fitter
 from slipstream.plan.devices import Cluster, find_device
@@ -24,7 +25,7 @@ def predicted_bytes(name: str, size: int, optimizer: str) -> float:
         config, Cluster(find_device("h200"), 1), MICROBATCHES * size * SEQUENCE, SEQUENCE, optimizer=optimizer
     )
     shape = Shape("pipedream_2bw", 1, 1, MICROBATCHES, size)
-    return Fitter(job).memory(shape, (range(config.layers),))[0].total
+    return Fitter(job).memory(shape, (Layers(0, config.layers),))[0].total
 
 
 def peak_bytes(name: str, size: int, optimizer: str) -> int:

@@ -50,6 +50,14 @@ def test_more_stages_than_layers_is_no_cut():
     assert partition(3, 4, lambda *_: 1.0) is None
 
 
+def test_a_limit_leaves_only_cuts_below_it():
+    def cost(_: int, i: int, j: int) -> float:
+        return float(j - i)
+
+    assert partition(6, 3, cost, limit=1.9) is None
+    assert partition(6, 3, cost, limit=2.0) == [range(2), range(2, 4), range(4, 6)]
+
+
 def test_a_heavy_head_makes_the_last_stage_shorter():
     cut = partition(12, 4, lambda _, i, j: (j - i) + (2.0 if j == 12 else 0.0) if i < j else inf)
     assert cut is not None

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from slipstream.errors import UserError
+from slipstream.models.cut import Layers
 from slipstream.models.sizes import preset
 from slipstream.plan import planner
 from slipstream.plan.candidates import Fitter, shapes
@@ -46,7 +48,9 @@ def test_every_layout_fits_keeps_the_batch_and_uses_all_devices(result):
         assert shape.stages * shape.data_ranks == 8
         assert shape.data_ranks * shape.microbatches * shape.microbatch_size == result.job.sequences
         assert layout.memory_bytes <= room
-        assert [layer for part in layout.cut for layer in part] == list(range(24))
+        edges = [0, *(part.stop for part in layout.cut)]
+        assert edges[-1] == 24
+        assert list(layout.cut) == [Layers(*edge) for edge in pairwise(edges)]
         assert len(layout.cut) == shape.model_stages
         assert shape.stages == 1 or shape.microbatches >= shape.stages
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from slipstream.models.cut import Layers
 from slipstream.models.sizes import forward_flops_per_token, preset
 from slipstream.plan.devices import find_device
 from slipstream.plan.memory import BF16
@@ -103,11 +104,13 @@ def test_flops_of_the_parts_add_up_to_the_model():
     config = preset("smollm2-360m")
     device = replace(DEVICE, layer_overhead=0.0)
     model = build_model(config, 1024, device, BF16)
-    forward, backward = stage_seconds(stage_parts(model, range(config.layers)), 3, checkpointing=False)
+    forward, backward = stage_seconds(stage_parts(model, Layers(0, config.layers)), 3, checkpointing=False)
     flops = 3 * 1024 * forward_flops_per_token(config, 1024)
     assert forward == pytest.approx(flops / (device.peak_flops * device.efficiency))
     assert backward == pytest.approx(2 * forward)
-    assert stage_seconds(stage_parts(model, range(config.layers)), 3, True)[1] == pytest.approx(3 * forward)
+    assert stage_seconds(stage_parts(model, Layers(0, config.layers)), 3, True)[1] == pytest.approx(
+        3 * forward
+    )
 
 
 def test_newton_schulz_flops_are_those_of_its_three_products():
@@ -130,7 +133,7 @@ def test_placement_decides_which_axis_crosses_nodes():
 
 def test_reduction_grows_with_data_ranks_and_sharding_sends_less():
     model = build_model(preset("smollm2-360m"), 1024, DEVICE, BF16)
-    parts = stage_parts(model, range(4, 8))
+    parts = stage_parts(model, Layers(4, 8))
 
     def seconds(ranks: int, shard: bool = False) -> float:
         layout = Shape("1f1b", 4, ranks, 8, 1, shard_optimizer=shard)
@@ -143,7 +146,7 @@ def test_reduction_grows_with_data_ranks_and_sharding_sends_less():
 
 def test_stage_times_follow_microbatch_size_and_checkpointing():
     model = build_model(preset("smollm2-360m"), 1024, DEVICE, BF16)
-    cut = [range(16), range(16, 32)]
+    cut = [Layers(0, 16), Layers(16, 32)]
     small = stage_times(model, cut, Shape("1f1b", 2, 1, 8, 1), DEVICE, "muon", BF16)
     large = stage_times(model, cut, Shape("1f1b", 2, 1, 4, 2), DEVICE, "muon", BF16)
     again = stage_times(model, cut, Shape("1f1b", 2, 1, 8, 1, checkpointing=True), DEVICE, "muon", BF16)

@@ -57,6 +57,11 @@ def split(
     return [Layers(*edge) for edge in pairwise(edges)]
 
 
+def at_half(position: int) -> float:
+    """A position that is counted in halves of layers, in layers."""
+    return position / 2 if position % 2 else position // 2
+
+
 def rising(edges: Sequence[float]) -> bool:
     """Whether they are layers or halves of them, each behind the one before."""
     return all(a < b for a, b in pairwise(edges)) and all(2 * edge == int(2 * edge) for edge in edges)
@@ -116,7 +121,7 @@ def _cheapest(
     by_half, costliest_half = _cut([*halves] * count, stages, extra)
     if costliest_half > (1 - WORTH_CUTTING_A_LAYER) * costliest:
         return [*by_layer]
-    return [edge // 2 if edge % 2 == 0 else edge / 2 for edge in by_half]
+    return [at_half(edge) for edge in by_half]
 
 
 def _cut(costs: list[float], stages: int, extra: tuple[float, float]) -> tuple[list[int], float]:

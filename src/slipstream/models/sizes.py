@@ -226,26 +226,47 @@ def attention_flops(config: ModelConfig, sequence: int) -> float:
     return 2.0 * _attention_matrices(config) + 2.0 * (sequence + 1) * config.q_dim
 
 
-def layer_cost(config: ModelConfig, sequence: int) -> Cost:
-    """One decoder layer at sequence length `sequence`."""
-    attention = _attention_matrices(config)
+def half_costs(config: ModelConfig, sequence: int) -> tuple[Cost, Cost]:
+    """A decoder layer's attention, and its MLP or experts, each with its norm."""
+    matrices = _attention_matrices(config)
+    norms = config.dim + (2 * config.head_dim if config.qk_norm else 0)
+    # What eager autograd keeps. The residual, normalised, scaled. q, k, v and attention's result.
+    kept = 3 * config.dim + 2 * config.q_dim + 2 * config.kv_dim
+    if config.qk_norm:  # before the norm, and normalised
+        kept += 2 * (config.q_dim + config.kv_dim)
+    attention = Cost(
+        parameters=matrices + norms,
+        active_parameters=matrices + norms,
+        forward_flops=attention_flops(config, sequence),
+        activation_values=kept,
+        checkpointed_values=config.dim,
+    )
     expert = 3 * config.dim * config.ffn
     router = config.dim * config.experts
     copies = config.experts_per_token if config.experts else 1
-    norms = 2 * config.dim + (2 * config.head_dim if config.qk_norm else 0)
-    # What eager autograd keeps. Twice: the residual, normalised, scaled. q, k, v and attention's result.
-    # Gate, its activation, up and their product.
-    kept = 6 * config.dim + 2 * config.q_dim + 2 * config.kv_dim + copies * 4 * config.ffn
+    # As above. Gate, its activation, up and their product.
+    kept = 3 * config.dim + copies * 4 * config.ffn
     if config.experts:  # the rows gathered for the experts, and what each expert returns
         kept += copies * 2 * config.dim + 2 * config.experts
-    if config.qk_norm:  # before the norm, and normalised
-        kept += 2 * (config.q_dim + config.kv_dim)
-    return Cost(
-        parameters=attention + max(1, config.experts) * expert + router + norms,
-        active_parameters=attention + copies * expert + router + norms,
-        forward_flops=attention_flops(config, sequence) + 2.0 * (copies * expert + router),
+    mlp = Cost(
+        parameters=max(1, config.experts) * expert + router + config.dim,
+        active_parameters=copies * expert + router + config.dim,
+        forward_flops=2.0 * (copies * expert + router),
         activation_values=kept,
         checkpointed_values=config.dim,
+    )
+    return attention, mlp
+
+
+def layer_cost(config: ModelConfig, sequence: int) -> Cost:
+    """One decoder layer at sequence length `sequence`."""
+    attention, mlp = half_costs(config, sequence)
+    return Cost(
+        parameters=attention.parameters + mlp.parameters,
+        active_parameters=attention.active_parameters + mlp.active_parameters,
+        forward_flops=attention.forward_flops + mlp.forward_flops,
+        activation_values=attention.activation_values + mlp.activation_values,
+        checkpointed_values=config.dim,  # the MLP's input is computed again
     )
 
 

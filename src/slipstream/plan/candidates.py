@@ -1,19 +1,22 @@
 """The search space: every shape of a job's devices and batch, and whether it fits.
 
-A shape is cut by balanced cost; where a rank then overflows, by balanced cost among the cuts that fit. Stage
-memory rises with the number of layers, so the most layers each stage can hold are found by bisection. (It is not
+A shape is cut by balanced cost; where a rank then overflows, by balanced cost among the cuts that fit. As in the
+trainer, layers are cut in two where that is worth it, but only for the schedules that it runs. Stage
+memory rises with the number of layers, so the most each stage can hold is found by bisection. (It is not
 linear: with few layers the head's working set hides the update's, with many it does not.)
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 
 from slipstream.errors import UserError
-from slipstream.plan.layout import Job
+from slipstream.models.cut import WORTH_CUTTING_A_LAYER, Layers, at_half
+from slipstream.plan.layout import RUNNABLE, Job
 from slipstream.plan.memory import (
     AT_ONCE_BYTES,
     Held,
@@ -24,7 +27,7 @@ from slipstream.plan.memory import (
 )
 from slipstream.plan.partition import partition
 from slipstream.plan.parts import LOSS_SCRATCH_MOST, build_model, stage_parts, stage_seconds
-from slipstream.plan.throughput import Shape, StageTimes, rank_of, stage_times
+from slipstream.plan.throughput import Shape, StageTimes, rank_of, rank_sums, stage_times
 from slipstream.schedule.cutover import default_cutover
 from slipstream.schedule.generate import build, canonical
 
@@ -35,7 +38,10 @@ OCCUPANCY_MICROBATCHES = 4  # times P: by then every schedule but gpipe holds it
 # By which the allocator's blocks exceed what is in them, for each layer and microbatch (docs/notes/memory.md).
 BLOCKS_BYTES = 3 << 20
 
-Cut = tuple[range, ...]
+Cut = tuple[Layers, ...]
+Most = tuple[
+    tuple[int, int], ...
+]  # halves of layers on each stage, if it begins with an attention or with an MLP
 
 
 def shapes(job: Job) -> Iterator[Shape]:
@@ -108,7 +114,6 @@ class Fitter:
         self.job = job
         self.model = build_model(job.config, job.sequence, job.cluster.device, job.precision, job.timings)
         self._cuts: dict[tuple, Cut | None] = {}
-        self._seconds: dict[tuple[int, bool], dict[tuple[int, int], float]] = {}
         self._held_together: dict[tuple, Held] = {}
 
     def fit(self, shape: Shape, room: float) -> tuple[Cut, tuple[StageMemory, ...], StageTimes] | None:
@@ -118,45 +123,87 @@ class Fitter:
             return None
         memory = self.memory(shape, cut)
         if max(rank.total for rank in memory) > room:
-            if shape.chunks > 1 or sum(rank.total for rank in memory) > shape.stages * room:
+            whole = self.cut(shape, whole_layers=True)
+            if whole is not None and whole != cut:
+                cut, memory = whole, self.memory(shape, whole)
+            if shape.chunks == 1 and sum(rank.total for rank in memory) <= shape.stages * room:
+                cut = self.cut(shape, self._most_halves(shape, room))
+                if cut is None:
+                    return None
+                memory = self.memory(shape, cut)
+            if max(rank.total for rank in memory) > room:
                 return None
-            cut = self.cut(shape, self._most_layers(shape, room))
-            if cut is None:
-                return None
-            memory = self.memory(shape, cut)
         job = self.job
         times = stage_times(self.model, cut, shape, job.cluster.device, job.optimizer, job.precision)
         return cut, memory, times
 
-    def cut(self, shape: Shape, most: tuple[int, ...] | None = None) -> Cut | None:
-        """Balanced cost, with at most `most[s]` layers on stage s."""
-        key = (shape.model_stages, shape.microbatch_size, shape.checkpointing, most)
+    def cut(self, shape: Shape, most: Most | None = None, whole_layers: bool = False) -> Cut | None:
+        """Balanced cost, with at most `most` on each stage."""
+        by_layer = self._balanced(shape, most, whole_layers=True)
+        if whole_layers or shape.schedule not in RUNNABLE:
+            return by_layer
+        by_half = self._balanced(shape, most, whole_layers=False)
+        if by_half is None or by_layer is None or shape.chunks == 1:
+            return by_half or by_layer
+        # A rank has to gain, by its chunks together.
+        new, old = (max(rank_sums(self._stages_seconds(shape, cut), shape)) for cut in (by_half, by_layer))
+        return by_half if new <= (1 - WORTH_CUTTING_A_LAYER) * old else by_layer
+
+    def _balanced(self, shape: Shape, most: Most | None, whole_layers: bool) -> Cut | None:
+        """Of stages that may begin inside a layer: a cut by which the slowest is enough faster than by whole layers."""
+        key = (shape.model_stages, shape.microbatch_size, shape.checkpointing, most, whole_layers)
         if key not in self._cuts:
-            known = self._seconds.setdefault((shape.microbatch_size, shape.checkpointing), {})
+            seconds, end = self._seconds(shape), 2 * len(self.model.layers)
+            step = 2 if whole_layers else 1
+            even = seconds(0, end) / shape.model_stages
+            limits = [2 * even, inf]  # what is found within the first takes less time to find
+            if not whole_layers and (by_layer := self._balanced(shape, most, whole_layers=True)):
+                worth = (1 - WORTH_CUTTING_A_LAYER) * max(self._stages_seconds(shape, by_layer))
+                limits = [worth] if worth >= even else []
 
             def cost(stage: int, first: int, last: int) -> float:
-                if first >= last or (most is not None and last - first > most[stage]):
+                first, last = step * first, step * last
+                if most is not None and last - first > most[stage][first % 2]:
                     return inf
-                if (first, last) not in known:
-                    parts = stage_parts(self.model, range(first, last))
-                    seconds = stage_seconds(parts, shape.microbatch_size, shape.checkpointing)
-                    known[first, last] = sum(seconds)
-                return known[first, last]
+                return seconds(first, last)
 
-            found = partition(len(self.model.layers), shape.model_stages, cost)
-            self._cuts[key] = tuple(found) if found else None
+            tried = (partition(end // step, shape.model_stages, cost, limit) for limit in limits)
+            found = next((units for units in tried if units), None)
+            self._cuts[key] = None
+            if found is not None:
+                edges = [at_half(step * units.stop) for units in found]
+                self._cuts[key] = tuple(Layers(*pair) for pair in pairwise([0, *edges]))
         return self._cuts[key]
+
+    def _seconds(self, shape: Shape) -> Callable[[int, int], float]:
+        """What a microbatch's forward and backward take on a stage, by its edges in halves of layers."""
+        model, end = self.model, 2 * len(self.model.layers)
+        embedding, attention, mlp, head = (
+            sum(stage_seconds([part], shape.microbatch_size, shape.checkpointing))
+            for part in (model.embedding, *model.halves, model.head)
+        )
+
+        def seconds(first: int, last: int) -> float:
+            # Counted, not added up: stages with the same layers are equal to the last bit, and even cuts are found.
+            layers = ((last + 1) // 2 - (first + 1) // 2) * attention + (last // 2 - first // 2) * mlp
+            return layers + (embedding if first == 0 else 0.0) + (head if last == end else 0.0)
+
+        return seconds
+
+    def _stages_seconds(self, shape: Shape, cut: Cut) -> list[float]:
+        seconds = self._seconds(shape)
+        return [seconds(int(2 * layers.start), int(2 * layers.stop)) for layers in cut]
 
     def memory(self, shape: Shape, cut: Cut) -> tuple[StageMemory, ...]:
         """Memory of every rank, its chunks together."""
         held = [self._held(layers, shape) for layers in cut]
         activations = peak_activation_bytes(self._held_by_schedule(shape), held)
-        ranks: list[list[range]] = [[] for _ in range(shape.stages)]
+        ranks: list[list[Layers]] = [[] for _ in range(shape.stages)]
         for stage, layers in enumerate(cut):
             ranks[rank_of(stage, shape)].append(layers)
         return tuple(self._rank(shape, mine, activations[rank]) for rank, mine in enumerate(ranks))
 
-    def _rank(self, shape: Shape, chunks: Sequence[range], activations: float) -> StageMemory:
+    def _rank(self, shape: Shape, chunks: Sequence[Layers], activations: float) -> StageMemory:
         job, model = self.job, self.model
         parts = [part for layers in chunks for part in stage_parts(model, layers)]
         cutover = shape.cutover
@@ -204,7 +251,7 @@ class Fitter:
             communicators=self._communicators(shape, chunks),
         )
 
-    def _communicators(self, shape: Shape, chunks: Sequence[range]) -> float:
+    def _communicators(self, shape: Shape, chunks: Sequence[Layers]) -> float:
         """Of a stage in the middle: one for each direction of its links, and one with the other data ranks. The first
         and the last stage of a tied model share one more."""
         device, model = self.job.cluster.device, self.model
@@ -214,28 +261,38 @@ class Fitter:
             blocks += TIE_BLOCKS
         return blocks * device.link_bytes + (device.group_bytes if shape.data_ranks > 1 else 0.0)
 
-    def _held(self, layers: range, shape: Shape) -> float:
+    def _held(self, layers: Layers, shape: Shape) -> float:
         """Bytes one microbatch keeps on a stage between its forward and its backward."""
         parts = stage_parts(self.model, layers)
         kept = sum(
             part.checkpointed_bytes if shape.checkpointing else part.activation_bytes for part in parts
         )
-        return kept * shape.microbatch_size + len(layers) * BLOCKS_BYTES
+        return kept * shape.microbatch_size + (layers.stop - layers.start) * BLOCKS_BYTES
 
-    def _most_layers(self, shape: Shape, room: float) -> tuple[int, ...]:
-        """The most layers each stage can hold (schedules of one chunk)."""
-        count = len(self.model.layers)
+    def _most_halves(self, shape: Shape, room: float) -> Most:
+        """The most that each stage can hold (schedules of one chunk)."""
+        end = 2 * len(self.model.layers)
         most = []
         in_flight_of = peak_activation_bytes(self._held_by_schedule(shape), [1.0] * shape.stages)
         for stage, in_flight in enumerate(in_flight_of):
 
-            def held(layers: int, stage: int = stage, in_flight: float = in_flight) -> float:
-                first = 0 if stage == 0 else count - layers if stage == shape.stages - 1 else 1
-                segment = range(first, first + layers)
-                return self._rank(shape, [segment], in_flight * self._held(segment, shape)).total
+            def fitting(first: int | None, choices: range, in_flight: float = in_flight) -> int:
+                """Halves from `first` on, or the last ones; one less than the choices where none of them fits."""
 
-            choices = range(1, count - shape.stages + 2)  # every other stage has a layer at least
-            most.append(bisect_right(choices, room, key=held))
+                def total(halves: int) -> float:
+                    start = end - halves if first is None else first
+                    layers = Layers(at_half(start), at_half(start + halves))
+                    return self._rank(shape, [layers], in_flight * self._held(layers, shape)).total
+
+                return choices.start - 1 + bisect_right(choices, room, key=total)
+
+            if stage in (0, shape.stages - 1):
+                found = fitting(None if stage else 0, range(1, end + 1 - (shape.stages > 1)))
+                most.append((found, found))
+            else:
+                found = fitting(2, range(1, end - 2))
+                # From an MLP on as many, or one more or less: each of the two lies in the other and a half.
+                most.append((found, fitting(1, range(max(1, found), found + 2))))
         return tuple(most)
 
     def _held_by_schedule(self, shape: Shape) -> Held:

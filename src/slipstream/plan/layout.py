@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from slipstream.errors import UserError
+from slipstream.models.cut import Layers
 from slipstream.models.sizes import ModelConfig, active_parameters
 from slipstream.plan.devices import Cluster
 from slipstream.plan.memory import BF16, Precision, StageMemory
@@ -54,7 +55,7 @@ class Layout:
     """One way to train, with all that is predicted about it."""
 
     shape: Shape
-    cut: tuple[range, ...]  # layers of each model stage
+    cut: tuple[Layers, ...]  # layers of each model stage
     memory: tuple[StageMemory, ...]  # per rank
     times: StageTimes
     speed: Speed

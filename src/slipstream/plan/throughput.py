@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf, log2
 
+from slipstream.models.cut import Layers
 from slipstream.plan.devices import FREE, Device, Runtime
 from slipstream.plan.memory import Precision
 from slipstream.plan.parts import Model, Part, stage_parts, stage_seconds
@@ -114,7 +115,7 @@ class StageTimes:
 
 
 def stage_times(
-    model: Model, cut: Sequence[range], shape: Shape, device: Device, optimizer: str, precision: Precision
+    model: Model, cut: Sequence[Layers], shape: Shape, device: Device, optimizer: str, precision: Precision
 ) -> StageTimes:
     """What each model stage of `cut` takes in this layout."""
     network = place(device, shape.stages, shape.data_ranks, shape.pipeline_inside)
