@@ -100,6 +100,9 @@ def test_asynchrony_pays_where_stages_are_many_and_microbatches_few():
     assert few.best.shape.asynchronous
     assert "Asynchrony pays" in explain(few)[0]
     many = plan(job(stages=8, microbatch_size=1, batch=2**21, penalties=free))
+    gain = many.net_gain(many.best_asynchronous)
+    level = "makes no difference" in explain(many)[0]
+    assert level == (abs(gain - 1) < 0.002)
     assert few.net_gain(few.best_asynchronous) > many.net_gain(many.best_asynchronous)
 
 

@@ -16,7 +16,7 @@ from math import inf
 
 from slipstream.errors import UserError
 from slipstream.models.cut import WORTH_CUTTING_A_LAYER, Layers, at_half
-from slipstream.plan.layout import RUNNABLE, Job
+from slipstream.plan.layout import Job
 from slipstream.plan.memory import (
     AT_ONCE_BYTES,
     Held,
@@ -140,7 +140,7 @@ class Fitter:
     def cut(self, shape: Shape, most: Most | None = None, whole_layers: bool = False) -> Cut | None:
         """Balanced cost, with at most `most` on each stage."""
         by_layer = self._balanced(shape, most, whole_layers=True)
-        if whole_layers or shape.schedule not in RUNNABLE:
+        if whole_layers:
             return by_layer
         by_half = self._balanced(shape, most, whole_layers=False)
         if by_half is None or by_layer is None or shape.chunks == 1:

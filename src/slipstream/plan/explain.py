@@ -23,6 +23,8 @@ from slipstream.plan.layout import RUNNABLE, Layout, Plan, describe, why_not
 from slipstream.plan.penalty import SYNC_START, Penalty, find_penalty
 from slipstream.plan.throughput import rank_pairs, rank_sums
 
+LEVEL = 0.002  # a net gain or loss below it is none
+
 
 def losses(layout: Layout) -> dict[str, float]:
     """Where the seconds of an update go."""
@@ -118,6 +120,8 @@ def _verdict(plan: Plan) -> str:
         f"({synchronous.shape.schedule}), net {net:.3f}x after the token penalty of {asynchronous.penalty:.4g}"
         f"{_old_part(asynchronous)}"
     )
+    if abs(net - 1.0) < LEVEL:
+        return f"Asynchrony makes no difference here: {compared}."
     return f"Asynchrony {'pays' if net > 1.0 else 'does not pay here'}: {compared}."
 
 
