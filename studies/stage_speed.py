@@ -72,6 +72,8 @@ CANDIDATES = {
     "cudnn_chunked_cublaslt": Candidate((CUDNN, CHUNKED), blas="cublaslt"),
     "stage": Candidate((STAGE,)),
     "stage_cudnn_chunked": Candidate((STAGE, CUDNN, CHUNKED)),
+    "fp8": Candidate(("train.fp8=tensorwise",)),  # torchao's, compiled
+    "fp8_rowwise": Candidate(("train.fp8=rowwise",)),
     "graphs": Candidate((GRAPHS,)),  # seven updates before anything is timed
 }
 RIVAL, STEPS = "hf_compiled", "optimizer_steps"

@@ -71,6 +71,7 @@ def test_every_problem_is_reported_with_its_nearest_key():
         (["optim.schedule=constant", "optim.floor=0.5"], "cannot take effect"),
         (["train.dtype=bfloat16", "train.device=cpu"], "unusably slow"),
         (["train.gradient_dtype=bfloat16"], "goes with train.dtype=bfloat16"),
+        (["train.fp8=rowwise"], "goes with train.dtype=bfloat16 or bfloat16_autocast"),
         (["pipeline.schedule=zbv", "pipeline.microbatches=7"], "divisible"),
         (["optim.sync_start=0.9", "optim.sync_finish=0.9"], "exceed train.steps"),
         (["optim.name=adamwx"], "Did you mean 'adamw'"),

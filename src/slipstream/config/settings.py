@@ -187,6 +187,10 @@ class TrainSettings(Settings):
         None,
         "bfloat16: sums of gradients at half the size, rounded at random, for models that would not fit",
     )
+    fp8: Literal["tensorwise", "rowwise"] | None = _field(
+        None,
+        "products of hidden matrices in fp8, by torchao: operands scaled as a whole, or by row (more exact, slower)",
+    )
     compile: bool | Literal["layers", "stage"] = _layout(
         False, "torch.compile every replica: each layer, the whole stage, or (true) what suits its depth"
     )

@@ -30,6 +30,7 @@ from slipstream.optim.lr import schedule as lr_schedule
 from slipstream.pipeline.stage_graphs import stage_graphs
 from slipstream.schedule.cutover import Cutover
 from slipstream.train.export import read_weights
+from slipstream.train.fp8 import check_fp8, in_fp8
 from slipstream.train.own_model import OwnModel, TransformersModel
 
 Model = ModelConfig | OwnModel
@@ -62,7 +63,10 @@ def device(config: Config, local_rank: int = 0) -> torch.device:
                 "Set train.dtype=float32."
             )
         return torch.device("cpu")
-    return device_for(local_rank)
+    where = device_for(local_rank)
+    if config.train.fp8:
+        check_fp8(where)
+    return where
 
 
 def stage_modules(
@@ -176,7 +180,7 @@ def dynamic(config: Config) -> bool | None:
 
 
 def preparation(config: Config) -> Callable[[nn.Module], Any] | None:
-    """What is applied to each replica and the master: compilation, autocast where weights are wider, CUDA graphs."""
+    """What is applied to each replica and the master: fp8, compilation, autocast if weights are wider, CUDA graphs."""
     train = config.train
     recorded = train.cuda_graphs and config.pipeline.schedule != "emulate"  # which records more than a stage
     if not train.compile and train.dtype == "float32" and not recorded:
@@ -184,6 +188,8 @@ def preparation(config: Config) -> Callable[[nn.Module], Any] | None:
     graphs = stage_graphs() if recorded else None
 
     def prepare(module: nn.Module) -> Any:
+        if train.fp8:
+            in_fp8(module, train.fp8)
         call = _compiled(module, train.compile, dynamic(config)) if train.compile else module
         narrow = all(p.dtype == torch.bfloat16 for p in module.parameters())
         if train.dtype != "float32" and not narrow:

@@ -1,0 +1,50 @@
+"""Products with the matrices of a stage's layers in fp8, by torchao: operands are scaled to fp8 as they come, results
+are bfloat16.
+
+Weights, their gradients and everything between two products stay as `train.dtype` has them, so banks, master,
+optimizer and checkpoints know nothing of it. The head, the products inside attention and routed experts are not
+computed so. A forward of validation computes as one of training does.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.errors import UserError, install
+
+LEAST_CAPABILITY = (8, 9)  # of a GPU with products in fp8
+SIDE = 16  # the sides of its operands are multiples of it
+
+
+def check_fp8(device: torch.device) -> None:
+    """Refuse where it cannot be had."""
+    if find_spec("torchao") is None:
+        raise UserError(f"train.fp8 needs torchao, which is not installed. {install('fp8')}")
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        raise UserError(
+            "train.fp8 needs a GPU that multiplies in fp8 (compute capability 8.9 or later, as H100 or L40). Drop it."
+        )
+
+
+def in_fp8(module: nn.Module, recipe: str) -> None:
+    """Exchange the linear layers of a replica for such; parameters and their names stay."""
+    from torchao.float8 import convert_to_float8_training  # seconds to import
+
+    convert_to_float8_training(module, module_filter_fn=suits, config=_options(recipe))
+
+
+def suits(module: nn.Module, name: str) -> bool:
+    """Of the layers, where their sides fit; a router decides by small differences, and is computed in float32."""
+    if not isinstance(module, nn.Linear) or not name.startswith("layers.") or name.endswith("router"):
+        return False
+    return module.in_features % SIDE == 0 and module.out_features % SIDE == 0
+
+
+def _options(recipe: str) -> Any:
+    from torchao.float8 import Float8LinearConfig
+
+    return Float8LinearConfig.from_recipe_name(recipe)

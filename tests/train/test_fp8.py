@@ -1,0 +1,95 @@
+"""Products in fp8: what is exchanged and what is not. On a CPU by torchao's own emulation."""
+
+import copy
+
+import pytest
+import torch
+
+from slipstream.errors import UserError
+from slipstream.models.loss import TokenLoss
+from slipstream.models.sizes import ModelConfig
+from slipstream.models.stages import build_model
+from slipstream.optim import build
+from slipstream.train import fp8
+from train.conftest import assert_equal_weights
+
+SHAPE = ModelConfig(vocab=64, dim=32, layers=2, heads=2, kv_heads=1, ffn=48, tied=False)
+ROUTED = ModelConfig(
+    vocab=64, dim=32, layers=2, heads=2, kv_heads=1, ffn=48, tied=False, experts=16, experts_per_token=2
+)
+TOKENS = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    """Rounded to fp8 and multiplied in float32."""
+    config = pytest.importorskip("torchao.float8").Float8LinearConfig
+    monkeypatch.setattr(fp8, "_options", lambda recipe: config(emulate=True))
+
+
+def exchanged(model):
+    return {name for name, part in model.named_modules() if type(part).__name__ == "Float8Linear"}
+
+
+@pytest.mark.parametrize("shape", [SHAPE, ROUTED])
+def test_hidden_matrices_are_multiplied_in_fp8_and_nothing_else_changes(shape):
+    plain = build_model(shape, 0)
+    model = copy.deepcopy(plain)
+    before = list(model.named_parameters())
+    fp8.in_fp8(model, "tensorwise")
+    parts = ["attention.q", "attention.k", "attention.v", "attention.o"]
+    parts += [] if shape.experts else ["mlp.gate", "mlp.up", "mlp.down"]
+    assert exchanged(model) == {f"layers.{i}.{part}" for i in range(2) for part in parts}
+    for (name, parameter), (same, other) in zip(model.named_parameters(), before, strict=True):
+        assert (name, id(parameter), parameter.dtype) == (same, id(other), torch.float32)
+    losses = [TokenLoss()(each(TOKENS), TOKENS) for each in (model, plain)]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-2)
+    assert losses[0].item() != losses[1].item()
+    for loss in losses:
+        loss.backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (one.grad - other.grad).norm() < 0.25 * other.grad.norm()
+
+
+def test_odd_sides_are_left_as_they_are():
+    linear = torch.nn.Linear(32, 40)
+    assert not fp8.suits(linear, "layers.0.mlp.up")
+    assert fp8.suits(torch.nn.Linear(32, 48), "layers.0.mlp.up")
+    assert not fp8.suits(torch.nn.Linear(32, 48), "layers.0.moe.router")
+    assert not fp8.suits(torch.nn.LayerNorm(32), "layers.0.norm")
+
+
+def test_it_learns():
+    model = build_model(SHAPE, 0)
+    fp8.in_fp8(model, "tensorwise")
+    optimizer = build("muon", model, lr=0.02)
+    losses = []
+    for _ in range(30):
+        loss = TokenLoss()(model(TOKENS), TOKENS)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_every_depth_ends_with_the_same_weights(runs, pool):
+    """Scales are of single products, so they do not depend on how a model is cut."""
+    given = ["model.ffn=32", "model.dim=32", "train.steps=4"]
+    for name, stages in (("one", 1), ("two", 2)):
+        config = runs.config(name, f"pipeline.stages={stages}", *given).model_dump()
+        counts = pool.run("train.emulated_fp8:run", config, ranks=stages, timeout=250)
+        assert sum(counts) > 0
+    assert_equal_weights(runs.weights("one"), runs.weights("two"))
+    runs.train("plain", "pipeline.schedule=emulate", *given)
+    assert any(
+        not torch.equal(weight, runs.weights("one")[name]) for name, weight in runs.weights("plain").items()
+    )
+
+
+def test_where_it_cannot_be_had_it_is_refused(monkeypatch):
+    with pytest.raises(UserError, match=r"compute capability 8\.9"):
+        fp8.check_fp8(torch.device("cpu"))
+    monkeypatch.setattr(fp8, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"torchao, which is not installed.*\[fp8\]"):
+        fp8.check_fp8(torch.device("cpu"))
