@@ -59,7 +59,14 @@ class Candidate:
 
 CUDNN, CHUNKED, STAGE = "train.attention=cudnn", "train.chunked_loss=true", "train.compile=stage"
 NARROW_SUMS, GRAPHS = "train.gradient_dtype=bfloat16", "train.cuda_graphs=true"
-ON_A_GPU = {STAGE, NARROW_SUMS, GRAPHS}  # the first is for a CPU too, but no rehearsal: it compiles
+FP8, FP8_BY_ROW = "train.fp8=tensorwise", "train.fp8=rowwise"
+ON_A_GPU = {
+    STAGE,
+    NARROW_SUMS,
+    GRAPHS,
+    FP8,
+    FP8_BY_ROW,
+}  # the first is for a CPU too, but no rehearsal: it compiles
 CANDIDATES = {
     "base": Candidate(),
     "cudnn": Candidate((CUDNN,)),
@@ -72,8 +79,8 @@ CANDIDATES = {
     "cudnn_chunked_cublaslt": Candidate((CUDNN, CHUNKED), blas="cublaslt"),
     "stage": Candidate((STAGE,)),
     "stage_cudnn_chunked": Candidate((STAGE, CUDNN, CHUNKED)),
-    "fp8": Candidate(("train.fp8=tensorwise",)),  # torchao's, compiled
-    "fp8_rowwise": Candidate(("train.fp8=rowwise",)),
+    "fp8": Candidate((FP8,)),
+    "fp8_rowwise": Candidate((FP8_BY_ROW,)),
     "graphs": Candidate((GRAPHS,)),  # seven updates before anything is timed
 }
 RIVAL, STEPS = "hf_compiled", "optimizer_steps"

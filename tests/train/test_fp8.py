@@ -8,10 +8,9 @@ import torch
 from slipstream.errors import UserError
 from slipstream.models.loss import TokenLoss
 from slipstream.models.sizes import ModelConfig
-from slipstream.models.stages import build_model
+from slipstream.models.stages import build_model, build_stage
 from slipstream.optim import build
 from slipstream.train import fp8
-from train.conftest import assert_equal_weights
 
 SHAPE = ModelConfig(vocab=64, dim=32, layers=2, heads=2, kv_heads=1, ffn=48, tied=False)
 ROUTED = ModelConfig(
@@ -73,18 +72,21 @@ def test_it_learns():
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_every_depth_ends_with_the_same_weights(runs, pool):
+def test_stages_compute_what_the_whole_model_computes():
     """Scales are of single products, so they do not depend on how a model is cut."""
-    given = ["model.ffn=32", "model.dim=32", "train.steps=4"]
-    for name, stages in (("one", 1), ("two", 2)):
-        config = runs.config(name, f"pipeline.stages={stages}", *given).model_dump()
-        counts = pool.run("train.emulated_fp8:run", config, ranks=stages, timeout=250)
-        assert sum(counts) > 0
-    assert_equal_weights(runs.weights("one"), runs.weights("two"))
-    runs.train("plain", "pipeline.schedule=emulate", *given)
-    assert any(
-        not torch.equal(weight, runs.weights("one")[name]) for name, weight in runs.weights("plain").items()
-    )
+    whole = build_model(SHAPE, 0)
+    first = build_stage(SHAPE, 0, 0.5, embedding=True, head=False, seed=0)
+    second = build_stage(SHAPE, 0.5, 2, embedding=False, head=True, seed=0)
+    for module in (whole, first, second):
+        fp8.in_fp8(module, "tensorwise")
+    losses = [TokenLoss()(logits, TOKENS) for logits in (whole(TOKENS), second(first(TOKENS)))]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    expected = dict(whole.named_parameters())
+    for name, parameter in [*first.named_parameters(), *second.named_parameters()]:
+        assert torch.equal(parameter.grad, expected.pop(name).grad), name
+    assert not expected
 
 
 def test_where_it_cannot_be_had_it_is_refused(monkeypatch):
