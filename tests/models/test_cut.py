@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import UserError
-from slipstream.models.cut import WORTH_CUTTING_A_LAYER, Layers, balanced, measured_cut, split
+from slipstream.models.cut import QUICK_HEAD, WORTH_CUTTING_A_LAYER, Layers, balanced, measured_cut, split
 from slipstream.models.sizes import PRESETS, ModelConfig, attention_flops, head_cost, layer_cost
 
 TINY = ModelConfig(vocab=64, dim=32, layers=3, heads=4, kv_heads=2, ffn=48, tied=False)
@@ -47,20 +47,26 @@ def test_split_is_the_best_contiguous_one(layers, stages, vocab, whole):
             split(config, stages)
         return
 
-    def costliest(cut):
+    def costliest(cut, share=1.0):
         layer, head = layer_cost(config, 64).forward_flops, head_cost(config).forward_flops
-        return max(times(cut, attention_flops(config, 64) / layer, layer, 0.0, head))
+        return max(times(cut, attention_flops(config, 64) / layer, layer, 0.0, share * head))
 
     found = split(config, stages, sequence=64, whole_layers=whole)
     assert [found[0].start, found[-1].stop] == [0, layers]
     assert all(a.stop == b.start for a, b in pairwise(found))
-    best = min(map(costliest, every_cut(layers, stages)))
-    if not whole:
-        within = min(map(costliest, every_cut(layers, stages, 2)))
-        best = within if within <= (1 - WORTH_CUTTING_A_LAYER) * best else best
-    assert costliest(found) == pytest.approx(best)
-    if whole:
-        assert all(isinstance(part.start, int) for part in found)
+    by_layer = min(map(costliest, every_cut(layers, stages)))
+    within = min(map(costliest, every_cut(layers, stages, 2)))
+    if all(isinstance(part.start, int) for part in found):
+        assert costliest(found) == pytest.approx(by_layer)
+        return
+    assert not whole
+    assert costliest(found) == pytest.approx(within)
+    assert within <= (1 - WORTH_CUTTING_A_LAYER) * by_layer * (1 + 1e-9)
+    # And still where the head is quicker than its FLOPs.
+    others = split(config, stages, sequence=64, whole_layers=True)
+    assert costliest(found, QUICK_HEAD) <= (1 - WORTH_CUTTING_A_LAYER) * costliest(others, QUICK_HEAD) * (
+        1 + 1e-9
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -107,6 +113,11 @@ def test_few_layers_to_a_stage_are_cut_inside_a_layer():
     config = PRESETS["llama-42m"]
     assert [part.stop for part in split(config, 4)] == [2.5, 5, 7.5, 8]
     assert [part.stop for part in split(config, 4, whole_layers=True)] == [3, 5, 7, 8]
+
+
+def test_a_head_that_is_quicker_than_its_flops_does_not_make_a_cut_worse():
+    """The default model on two stages: [3.5] is 4 % better by FLOPs, and was measured to take 11 % longer."""
+    assert [part.stop for part in split(PRESETS["cpu-default"], 2, sequence=128)] == [3, 4]
 
 
 def test_halves_of_layers():
