@@ -140,3 +140,6 @@ def test_a_run_says_where_its_layers_should_have_been_cut():
         "pipeline.boundaries=[6] it would have 25% less to do."
     )
     assert closing._better_cut(parts, (0.98, 1.0)) == ""
+    assert closing._better_cut(parts, (0.5,) * 8 + (1.0,)) == "", (
+        "more stages than layers, where no cut is whole"
+    )

@@ -76,7 +76,7 @@ def close(parts: RunParts, outcome: Outcome) -> None:
 def _better_cut(parts: RunParts, busy: Sequence[float]) -> str:
     """Where the layers would be cut by what the stages were measured to take. The same run may go on with it."""
     config, model = parts.config, parts.model
-    if isinstance(model, OwnModel) or config.chunks != 1:
+    if isinstance(model, OwnModel) or config.chunks != 1 or len(busy) > model.layers:
         return ""
     layer = layer_cost(model, config.data.sequence).forward_flops
     attention = attention_flops(model, config.data.sequence) / layer
