@@ -1,8 +1,7 @@
 """The picture of docs/results: Muon's gap against the size of the model, and token penalties by both readings.
 
-Everything is read from the tables of docs/results, of which `slipstream study table` makes all but `published.csv` and
-`ladder-log.csv`, final losses that only a log kept. Gaps grow from a hundredth to a quarter, so the upper part of their
-axis is logarithmic: asinh(gap / 0.01).
+Everything is read from the tables of docs/results, of which `slipstream study table` makes all but `published.csv`.
+Gaps grow from a hundredth to a quarter, so the upper part of their axis is logarithmic: asinh(gap / 0.01).
 
     python tools/size_figure.py        draws docs/figures/gap-against-size.svg and prints the rows of net_gain.md
 """
@@ -14,9 +13,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 
-from size_fit import RESULTS, gaps, table
-
-from slipstream.study.statistics import interval
+from size_fit import RESULTS, slope, table
 
 FIGURE = RESULTS.parent / "figures" / "gap-against-size.svg"
 # study, what picks its rows, name of the setting
@@ -25,7 +22,8 @@ OURS = (
     ("cpu-size", {"size": "1M"}, "1.3M"),
     ("ladder", {"size": "2M"}, "2M"),
     ("ladder", {"size": "4M"}, "4M"),
-    ("b-muon-adamw", {"optimizer": "muon"}, "8M (B)"),  # the ladder's 8M are three of these five seeds
+    ("b-muon-adamw", {"optimizer": "muon"}, "8M (B)"),  # the ladder's 8M are three of these five seeds,
+    ("ladder", {"size": "8M", "mode": "ef 1/3"}, "8M (B)"),  # and this
     ("ladder", {"size": "16M"}, "16M"),
     ("a-cutover", {"optimizer": "muon"}, "42M (A)"),
 )
@@ -49,7 +47,6 @@ class Dot:
     low: float | None
     high: float | None
     published: bool
-    logged: bool = False  # its losses are a log's
 
 
 def dots() -> list[Dot]:
@@ -61,21 +58,12 @@ def dots() -> list[Dot]:
                 around = (_number(row["gap_low"]), _number(row["gap_high"]))
                 gap = float(row["gap"])
                 found.append(Dot(setting, row["mode"], size, tokens / size, gap, *around, published=False))
-        if study == "b-muon-adamw":
-            found.append(_logged(setting, size, tokens / size))
     for row in table("published"):
         if row["gap"]:
             size, ratio = float(row["parameters"]), float(row["tokens_per_parameter"])
             gap = float(row["gap"])
             found.append(Dot(row["model"], row["mode"], size, ratio, gap, None, None, published=True))
     return found
-
-
-def _logged(setting: str, size: float, ratio: float) -> Dot:
-    """The ladder's third at 8M, whose records were not kept."""
-    gap = interval(gaps("8M", "ef 1/3"))
-    assert gap.interval is not None
-    return Dot(setting, "ef 1/3", size, ratio, gap.value, *gap.interval, published=False, logged=True)
 
 
 def _size(study: str, wanted: dict[str, str]) -> tuple[float, float]:
@@ -110,18 +98,23 @@ def penalty_rows() -> list[str]:
         "1/2": "delay, half of it old",
         "1/3": "delay, a third of it old",
     }
-    rows, slope = [], slope_of_a()
-    for setting, study in (("8M, B", "b-muon-adamw"), ("42M, A", "a-core"), ("42M, A", "a-cutover")):
+    rows, slopes = [], {"8M, B": slope("8M"), "42M, A": slope_of_a()}
+    for setting, study, elsewhere in (
+        ("8M, B", "b-muon-adamw", ()),
+        ("8M, B", "b-cutover", ("ef",)),
+        ("42M, A", "a-core", ("ef",)),
+        ("42M, A", "a-cutover", ("delay",)),
+    ):
         for row in table(study):
-            known = row["mode"] in {"a-core": ("ef",), "a-cutover": ("delay",)}.get(study, ())  # in the other
-            if row["optimizer"] != "muon" or row["mode"] not in names or known:
+            if row.get("optimizer", "muon") != "muon" or row["mode"] not in names or row["mode"] in elsewhere:
                 continue
             gap = _estimate(row, "gap", "+.3f")
             worth, key = row, "penalty_by_length"
-            if not row[key]:  # A's other lengths are in another study
+            if not row[key]:  # the other lengths are in another study
                 gaps = {end: _number(row[f"gap{end}"]) for end in ("", "_low", "_high")}
                 worth = {
-                    key + end: "" if gap is None else str(math.exp(gap / slope)) for end, gap in gaps.items()
+                    key + end: "" if gap is None else str(math.exp(gap / slopes[setting]))
+                    for end, gap in gaps.items()
                 }
             by_length = _estimate(worth, key, ".3f")
             cells = [
@@ -154,10 +147,8 @@ def draw(found: list[Dot]) -> str:
         parts += [_mark(LEFT + 8 + 180 * number, 44, COLOURS[mode])]
         parts += [text_at(LEFT + 20 + 180 * number, 48, label)]
     parts += [_mark(LEFT + 8 + 545, 44, "#555", published=True), text_at(LEFT + 565, 48, "published")]
-    bars = "Bars: 95 % intervals over three paired seeds (five at 8M). Lines: equal batch and text."
-    parts += [
-        text_at(LEFT, 66, f"{bars} Open circle: three final losses from a log.", colour="#555", size=11)
-    ]
+    bars = "Bars: 95 % intervals over three paired seeds (up to five at 8M and 42M). Lines: equal batch and text."
+    parts += [text_at(LEFT, 66, bars, colour="#555", size=11)]
     for tick in TICKS:
         y, colour = _y(tick), "#e4e4e4" if tick else "#888"
         parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="{colour}"/>')
@@ -180,16 +171,14 @@ def draw(found: list[Dot]) -> str:
         if dot.low is not None and dot.high is not None:
             ends = f"M{x:.1f} {_y(dot.low):.1f}V{_y(dot.high):.1f}"
             parts.append(f'<path d="{ends}" stroke="{COLOURS[dot.mode]}" stroke-width="2"/>')
-        parts.append(_mark(x, _y(dot.gap), COLOURS[dot.mode], dot.published, dot.logged))
+        parts.append(_mark(x, _y(dot.gap), COLOURS[dot.mode], dot.published))
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _mark(x: float, y: float, colour: str, published: bool = False, logged: bool = False) -> str:
+def _mark(x: float, y: float, colour: str, published: bool = False) -> str:
     if published:
         shape = f"M{x:.1f} {y - 6:.1f}l6 6l-6 6l-6 -6z"
         return f'<path d="{shape}" fill="#fff" stroke="{colour}" stroke-width="2"/>'
-    if logged:
-        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#fff" stroke="{colour}" stroke-width="2"/>'
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"/>'
 
 

@@ -8,7 +8,7 @@ The fit is a straight line by least squares through all seeds,
 with t-intervals. More than two sizes can be held against the line: `bend` is how many standard errors they lie off it,
 by the spread between seeds alone (95 % of three sizes would be within 2.4, of four within 2.1).
 
-Read are the tables of docs/results and `ladder-log.csv`: final losses of runs whose records were not kept.
+Read are the tables of docs/results and, for 2M at twice the rate, `ladder-log.csv`: final losses that only a log kept.
 
     python tools/size_fit.py        prints the tables of size.md
 """
@@ -48,7 +48,7 @@ def runs() -> Mapping[str, Result]:
 def losses(size: str, mode: str) -> dict[str, float]:
     """Final loss by seed of the whole runs, each row's rate being the one that was chosen for it."""
     rows = [row for row in table("ladder-runs") if (row["size"], row["mode"]) == (size, mode)]
-    return {row["seed"]: float(row["loss"]) for row in rows if not row["tuning"]} or logged(size, mode)
+    return {row["seed"]: float(row["loss"]) for row in rows if not row["tuning"]}
 
 
 def logged(size: str, mode: str) -> dict[str, float]:
@@ -142,8 +142,7 @@ def gap_rows() -> list[str]:
             ]
             by_curve = mean_penalty([one for one in found if one is not None])
             by_length = penalty_of_gap(gap, slope(size))
-            mark = " (log)" if not any(_whole(row, size, mode) for row in table("ladder-runs")) else ""
-            cells = [size, name + mark, shown(gap, "+.4f"), shown(by_curve, ".3f"), shown(by_length, ".3f")]
+            cells = [size, name, shown(gap, "+.4f"), shown(by_curve, ".3f"), shown(by_length, ".3f")]
             rows.append(row_of(cells))
     return rows
 
@@ -193,10 +192,6 @@ def rate_rows() -> list[str]:
     reference = logged("2M", "sync")
     told = {mode: [loss - reference[seed] for seed, loss in losses("2M", mode).items()] for mode in NAMES}
     return [row_of([NAMES[mode], shown(interval(values), "+.4f")]) for mode, values in told.items()]
-
-
-def _whole(row: Mapping[str, str], size: str, mode: str) -> bool:
-    return (row["size"], row["mode"], row["tuning"]) == (size, mode, "")
 
 
 def _number(text: str) -> float:

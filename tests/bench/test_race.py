@@ -11,8 +11,10 @@ from rich.console import Console
 from tests.train.conftest import TINY, make_data
 
 from slipstream.bench import race_seeds
-from slipstream.bench.race import Point, compare, curve, race, reach, write
+from slipstream.bench.race import Point, arguments_of, compare, curve, race, reach, write
 from slipstream.cli import _dispatch
+from slipstream.cli.train import parse
+from slipstream.config import resolve
 from slipstream.errors import UserError
 from slipstream.metrics.events import Run
 
@@ -260,3 +262,20 @@ def test_a_mistake_of_the_second_contender_is_said_before_the_first_one_trains(t
     with pytest.raises(UserError, match=r"pipeline\.schedule"):
         _dispatch(["bench", "race", "train.steps=2", "--schedules", "2bw,1f2b", "--out", str(out)])
     assert not out.exists()
+
+
+def test_what_only_2bw_has_is_left_out_for_its_rivals(toy, tmp_path):
+    """Depth, cutover and correction of the run that is raced say nothing about a schedule without delay."""
+    own = [
+        "pipeline.microbatches=4",
+        "pipeline.cutover=3",
+        "pipeline.in_flight=3",
+        "optim.correction=error_feedback",
+        "optim.correction_lambda=0.5",
+        "optim.sync_start=0.1",
+    ]
+    ours, rival = (resolve(parse(arguments_of([*toy, *own], name, tmp_path))) for name in ("2bw", "1f1b"))
+    assert (ours.pipeline.cutover, ours.pipeline.in_flight, ours.optim.correction_lambda) == (3, 3, 0.5)
+    assert (rival.pipeline.cutover, rival.pipeline.in_flight, rival.optim.correction_lambda) == (None,) * 3
+    assert rival.optim.correction == "none"
+    assert rival.pipeline.microbatches == 4

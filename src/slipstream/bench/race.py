@@ -34,7 +34,14 @@ OURS = "2bw"
 EVERY_SECONDS = 20.0  # between two writings of the page while a contender trains
 STOP_SECONDS = 120.0  # for a contender to save and leave
 STOPPED = (75, 130)  # exit codes of a run that was asked to stop (`cli/train.py`)
-NO_DELAY = ("optim.correction=none", "optim.sync_start=0", "optim.sync_finish=0")
+NO_DELAY = (  # an empty value is the default
+    "optim.correction=none",
+    "optim.correction_lambda=",
+    "optim.sync_start=0",
+    "optim.sync_finish=0",
+    "pipeline.cutover=",
+    "pipeline.in_flight=",
+)
 
 
 @dataclass(frozen=True)
