@@ -15,6 +15,7 @@ from slipstream.pipeline.depth import Depth
 from slipstream.pipeline.links import Links
 from slipstream.pipeline.messages import spec_of
 from slipstream.schedule.asynchronous import warm_up_2bw
+from slipstream.schedule.cutover import Cutover
 
 
 class Counting:
@@ -58,7 +59,7 @@ def test_a_receive_is_posted_for_all_that_may_be_on_its_way_in_the_group(lead):
 def test_the_lead_is_what_the_stage_before_runs_ahead(stages, m, in_flight):
     warm_up = warm_up_2bw(stages, m, in_flight)
     for stage in range(1, stages):
-        depth = Depth(stage, stages, m, in_flight, False, m)
+        depth = Depth(stage, stages, m, in_flight, False, Cutover(m, m, lambda group: False))
         assert depth.lead == warm_up[stage - 1] - warm_up[stage] >= 1
 
 

@@ -14,12 +14,14 @@ from slipstream.pipeline.depth import (
     within_cutover,
     within_room,
 )
+from slipstream.pipeline.depth_trial import GROUPS_OF_A_TRIAL, depths_to_try
 from slipstream.pipeline.peers import RankStatus, RunStatus
 from slipstream.pipeline.room import MARGIN, Room
 from slipstream.pipeline.trace import Trace
 from slipstream.schedule import Costs, build, simulate
 from slipstream.schedule.actions import Kind
 from slipstream.schedule.asynchronous import warm_up_2bw
+from slipstream.schedule.cutover import Cutover
 
 
 def fraction_of_bound(stages, m, in_flight, latency):
@@ -93,31 +95,6 @@ def test_a_cutover_that_leaves_room_takes_nothing_away():
     assert within_cutover(2, 32, 5, 2, 0.03, 1e-5) == 2, "being late by chance is not worth a part of a flush"
 
 
-@pytest.mark.parametrize("update", [0.0, 0.02, 0.05])
-@pytest.mark.parametrize("link", [1e-5, 0.0005, 0.003, 0.02])
-@pytest.mark.parametrize(("m", "cutover"), [(4, 4), (8, 8), (8, 5), (16, 5), (16, 8)])
-def test_on_a_gpu_the_depth_is_the_least_of_the_best(m, cutover, link, update):
-    """The update counts: as many in flight as two banks allow leave nothing to compute while it runs."""
-
-    def seconds(in_flight):
-        costs = Costs(forward=0.01, backward=0.02, latency=link, update=update, update_latency=link)
-        schedule = build("pipedream_2bw", 4, m, 12, in_flight=in_flight, cutover=cutover)
-        return simulate(schedule, costs).time_per_update
-
-    asked = choose_in_flight(4, m, 0.03, link)
-    chosen = within_cutover(4, m, asked, cutover, 0.03, link, update, least=4)
-    for other in {4, asked}:
-        assert seconds(chosen) <= 1.015 * seconds(other)
-        assert chosen <= other or seconds(chosen) < seconds(other)
-
-
-def test_where_one_more_gains_nothing_it_is_not_kept():
-    """P = m = 4: a fifth is all that two banks allow, and hides a fifth of a percent of a message that is late."""
-    assert choose_in_flight(4, 4, 6.3, 0.1) == 5
-    assert within_cutover(4, 4, 5, 4, 6.3, 0.1, 3.5, least=4) == 4
-    assert within_cutover(4, 4, 5, 4, 6.3, 0.1, 3.5) == 5, "a host keeps it"
-
-
 def test_what_was_faster_while_the_pipeline_filled_is_no_jitter(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("slipstream.pipeline.trace.time.perf_counter", lambda: now[0])
@@ -136,48 +113,155 @@ def test_what_was_faster_while_the_pipeline_filled_is_no_jitter(monkeypatch):
     assert trace.pair_seconds() == (0.0, 0.0)
 
 
-def told(work, link=0.001):
-    return RunStatus([], False, [work] * 4, [link] * 4, [math.inf] * 4, [0.0] * 4)
+class Ranks:
+    """The depths of all stages of a run whose groups take as long as `seconds` says for a number in flight."""
+
+    def __init__(
+        self, seconds, m=16, cutover=5, stages=4, link=1.5, room=math.inf, synchronous=lambda g: False
+    ):
+        self.seconds, self.link, self.room = seconds, link, room
+        self.cutover = Cutover(m, cutover, synchronous)
+        self.depths = [Depth(s, stages, m, None, False, self.cutover) for s in range(stages)]
+        self.statuses, self.clock, self.group = {}, 100.0, 0
+        self.had = []  # in flight on stage 0, by group
+        self.recording = lambda group, in_flight: False
+
+    def step(self):
+        group = self.group
+        for depth in self.depths:
+            depth.adapt(group, self.statuses)
+        in_flight = self.depths[0].warm_up + 1
+        expected = warm_up_2bw(len(self.depths), self.cutover.microbatches, in_flight)
+        assert [depth.warm_up for depth in self.depths] == expected, "stages disagree"
+        self.had.append(in_flight)
+        self.clock += self.seconds(in_flight, group)
+        told = []
+        for depth in self.depths:
+            if self.recording(group, in_flight):
+                depth.recording()
+            status = RankStatus()
+            # The update before this one is the last that the device is known to have done.
+            depth.measure(status, lambda: (1.0, 1.0 + self.link), lambda: (group - 1, self.clock))
+            told.append(status)
+        self.statuses[group] = RunStatus(
+            [],
+            False,
+            [s.work_seconds for s in told],
+            [s.link_seconds for s in told],
+            [self.room] * len(told),
+            [s.update for s in told],
+            [s.update_time for s in told],
+        )
+        self.group += 1
+
+    def run(self, most=400):
+        while self.depths[0].is_open and self.group < most:
+            self.step()
+        assert not any(depth.is_open for depth in self.depths)
+        for _ in range(3):
+            self.step()
+        return self.had[-1]
+
+
+@pytest.mark.parametrize("best", [4, 5, 7, 13])
+@pytest.mark.parametrize("update", [0.001, 1.0, 300.0])
+def test_on_a_gpu_the_depth_with_the_shortest_updates_is_taken(best, update):
+    """Jitter of one and a half pairs may ask for thirteen in flight (c = 5 of 16)."""
+    ranks = Ranks(lambda in_flight, group: update * (1.0 if in_flight == best else 1.1))
+    assert ranks.run() == best
+    assert list(dict.fromkeys(ranks.had[:-3]))[:4] == [4, 5, 7, 13], "the least first"
+    assert len(ranks.had) <= GROUPS_OF_A_TRIAL + 8
+
+
+@pytest.mark.parametrize(
+    "taken", [{4: 1.0, 5: 1.0, 7: 0.995, 13: 1.1}, {4: 1.004, 5: 1.001, 7: 1.0, 13: 0.999}]
+)
+def test_of_depths_that_are_as_good_the_least_is_taken(taken):
+    assert Ranks(lambda in_flight, group: taken[in_flight]).run() == 4
+
+
+def test_links_that_are_hidden_by_the_least_depth_ask_for_no_trial():
+    ranks = Ranks(lambda in_flight, group: 1.0, link=0.001)
+    assert ranks.run() == 4
+    assert set(ranks.had) == {4}
+
+
+@pytest.mark.parametrize(
+    "simulated", [(8, 8, 0.0005), (16, 5, 0.0005), (16, 5, 0.02), (16, 8, 0.003), (4, 4, 0.003)]
+)
+def test_the_trial_agrees_with_the_simulator_on_its_own_pipeline(simulated):
+    m, cutover, link = simulated
+
+    def seconds(in_flight, group=0):
+        costs = Costs(forward=0.01, backward=0.02, latency=link, update=0.05, update_latency=link)
+        schedule = build("pipedream_2bw", 4, m, 12, in_flight=in_flight, cutover=cutover)
+        return simulate(schedule, costs).time_per_update
+
+    chosen = Ranks(seconds, m=m, cutover=cutover).run()
+    tried = depths_to_try(4, cutover, choose_in_flight(4, m, 1.0, 1.5))
+    assert seconds(chosen) <= 1.011 * min(map(seconds, tried))
+
+
+def test_a_flushed_start_says_nothing_about_depths():
+    ranks = Ranks(
+        lambda in_flight, group: 3.0 if group < 100 else {4: 1.2, 5: 1.0, 7: 1.1, 13: 1.3}[in_flight],
+        synchronous=lambda group: group < 99,
+    )
+    assert ranks.run() == 5
+    assert set(ranks.had[:101]) == {4}
+
+
+def test_a_validation_in_the_middle_of_a_trial_is_not_part_of_it():
+    """It takes as long as a thousand updates, just when the best depth is tried."""
+    ranks = Ranks(lambda in_flight, group: {4: 1.2, 5: 1.0, 7: 1.1, 13: 1.3}[in_flight])
+    paused = []
+    while ranks.depths[0].is_open:
+        ranks.step()
+        if ranks.had.count(5) in (4, 9) and ranks.group not in paused:
+            paused.append(ranks.group)
+            ranks.clock += 1000.0
+            for depth in ranks.depths:
+                depth.pause(ranks.group)
+    assert paused
+    assert ranks.run() == 5
 
 
 def test_a_stage_that_is_being_recorded_is_not_measured():
-    """Its jitter is that of the recording: the depth is chosen when all of it is over."""
-    depths = [Depth(stage, 4, 8, None, on_host=False, cutover=5) for stage in range(4)]
-    recorded = depths[2]
-    statuses, times = {}, {0: (0.01, 0.4), 1: (0.01, 0.4), 2: (0.01, 0.2), 3: (0.01, 0.01002)}
-    for group in range(12):
-        for depth in depths:
-            depth.adapt(group, statuses)
-        if group < 4:
-            recorded.recording()
-        found = []
-        for depth in depths:
-            status = RankStatus()
-            depth.measure(status, lambda group=group: times.get(group, (0.01, 0.01002)))
-            found.append(status)
-        assert (found[2].work_seconds == math.inf) == (group < 5), (
+    """Its jitter is that of the recording. Depths are tried when all of it is over, and each makes some of its own."""
+    begun = {}
+
+    def recording(group, in_flight):
+        return group - begun.setdefault(in_flight, group) < 4
+
+    def seconds(in_flight, group):
+        return 9.0 if recording(group, in_flight) else {4: 1.2, 5: 1.0, 7: 1.1, 13: 1.3}[in_flight]
+
+    ranks = Ranks(seconds)
+    ranks.recording = recording
+    for group in range(8):
+        ranks.step()
+        assert (math.inf in ranks.statuses[group].work_seconds) == (group < 5), (
             "its last backwards come with the next group's"
         )
-        statuses[group] = RunStatus(
-            [],
-            False,
-            [s.work_seconds for s in found],
-            [s.link_seconds for s in found],
-            [math.inf] * 4,
-            [0.0] * 4,
-        )
-        assert recorded.is_open == (group < 7), "update 5 is told when group 7 enters"
-    assert [depth.warm_up for depth in depths] == warm_up_2bw(4, 8, 4)
+    assert ranks.run() == 5
 
 
 def test_a_stage_that_never_settles_keeps_the_least_depth():
-    depth = Depth(0, 4, 8, None, on_host=False, cutover=8)
-    groups = 3 + MOST_GROUPS_TO_SETTLE
-    for group in range(groups + 1):
-        assert depth.is_open
-        depth.adapt(group, {group - 2: told(math.inf)})
-    assert not depth.is_open
-    assert depth.warm_up == warm_up_2bw(4, 8)[0]
+    ranks = Ranks(lambda in_flight, group: 1.0)
+    ranks.recording = lambda group, in_flight: True
+    assert ranks.run() == 4
+    assert len(ranks.had) <= 3 + MOST_GROUPS_TO_SETTLE + 5
+
+
+def test_a_run_that_pauses_all_the_time_keeps_what_it_has():
+    ranks = Ranks(lambda in_flight, group: 1.0)
+    while ranks.depths[0].is_open:
+        ranks.step()
+        if ranks.group % 4 == 0:
+            for depth in ranks.depths:
+                depth.pause(ranks.group)
+    assert ranks.run() == 4
+    assert len(ranks.had) < 80
 
 
 @pytest.mark.parametrize("chosen", [4, 5, 7, 10, 13])
@@ -198,21 +282,16 @@ def test_no_stage_holds_more_than_it_has_room_for(chosen, room):
     assert held == chosen or not fits(held + 1), "one more would fit"
 
 
-def test_a_run_takes_what_the_fullest_stage_has_room_for_and_says_so(caplog):
-    told = RunStatus([], False, [0.03] * 4, [0.014] * 4, [math.inf, 1.0, math.inf, math.inf], [0.0] * 4)
-    with caplog.at_level(logging.INFO, "slipstream"):
-        found = []
-        for stage in range(4):
-            depth = Depth(stage, 4, 24, None, on_host=False, cutover=24)
-            for group in range(4):
-                depth.adapt(group, {1: told})
-            found.append(depth.warm_up)
-    asked = choose_in_flight(4, 24, 0.03, 0.014)
-    held = within_room(4, 24, asked, told.room)
+def test_a_run_tries_no_more_than_the_fullest_stage_has_room_for_and_says_so(caplog):
+    ranks = Ranks(lambda in_flight, group: 1.0 / in_flight, m=24, cutover=24, link=0.4, room=2.0)
+    asked = choose_in_flight(4, 24, 1.0, 0.4)
+    held = within_room(4, 24, asked, [2.0] * 4)
     assert 4 < held < asked
-    assert found == warm_up_2bw(4, 24, held)
+    with caplog.at_level(logging.INFO, "slipstream"):
+        assert ranks.run() == held
+    assert max(ranks.had) == held
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
-        f"{held} microbatches in flight"
+        f"At most {held} microbatches in flight"
     ]
 
 
@@ -236,7 +315,7 @@ def test_what_a_gpu_has_room_for(monkeypatch):
             pass
     assert found.microbatches() == ((1 - MARGIN) * 600 - 240) // 40
     status = RankStatus()
-    depth = Depth(0, 2, 8, None, on_host=False, cutover=8)
+    depth = Depth(0, 2, 8, None, False, Cutover(8, 8, lambda group: False))
     depth.room = found
     depth.measure(status, lambda: (0.03, 0.04))
     assert status.room == found.microbatches()

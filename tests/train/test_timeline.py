@@ -6,6 +6,7 @@ import pytest
 
 from slipstream.metrics.report_page import Lanes
 from slipstream.metrics.report_timeline import lanes
+from slipstream.pipeline.depth_trial import GROUPS_OF_A_TRIAL
 from slipstream.train.timeline import GROUPS, recorded_from
 
 
@@ -26,10 +27,11 @@ def test_a_run_draws_what_it_did_over_what_it_should_have_done(runs, schedule):
 
 
 def test_typical_groups_are_recorded(runs):
-    """Not those of a flushed start, nor those around a validation, nor those whose stages are being recorded."""
+    """Not those of a flushed start, nor those around a validation, nor those whose stages are being recorded, nor those
+    of a depth that is tried."""
 
-    def found(*overrides: str) -> int:
-        return recorded_from(runs.config("run", "train.steps=400", *overrides))
+    def found(*overrides: str, on_gpu: bool = False) -> int:
+        return recorded_from(runs.config("run", "train.steps=400", *overrides), on_gpu)
 
     assert found("train.eval_every=0", "train.timeline_at=20") == 20
     assert found("train.eval_every=10", "train.timeline_at=20") == 23
@@ -37,6 +39,9 @@ def test_typical_groups_are_recorded(runs):
     assert found("train.eval_every=2", "train.timeline_at=20") == 20
     assert found("train.timeline_at=0") == 0
     graphs = ["train.eval_every=0", "train.timeline_at=20", "train.cuda_graphs=true", "train.device=cuda"]
-    assert found(*graphs) == 43
-    assert found(*graphs, "optim.sync_start=100") == 143
-    assert found(*graphs, "train.steps=40") == 20
+    synchronous = [*graphs, "pipeline.schedule=1f1b", "pipeline.stages=2"]
+    assert found(*synchronous, on_gpu=True) == 43
+    assert found(*synchronous, "train.steps=40", on_gpu=True) == 20
+    assert found(*graphs, "pipeline.stages=2", on_gpu=True) == 43 + GROUPS_OF_A_TRIAL
+    assert found(*graphs, "pipeline.stages=2", "optim.sync_start=100", on_gpu=True) == 143 + GROUPS_OF_A_TRIAL
+    assert found(*graphs, "pipeline.stages=2", "pipeline.in_flight=3", on_gpu=True) == 43

@@ -106,7 +106,7 @@ class PipelineSettings(Settings):
     microbatches: int = _field(8, "microbatches per update, m; never derived from the stages", ge=1)
     microbatch_size: int = _field(2, "sequences per microbatch, over all data ranks", ge=1)
     in_flight: int | None = _layout(
-        None, "microbatches stage 0 keeps in flight, 2bw only (derived: from latency)", ge=1
+        None, "microbatches stage 0 keeps in flight, 2bw only (derived: measured in the first updates)", ge=1
     )
     boundaries: list[int | float] | None = _layout(
         None,

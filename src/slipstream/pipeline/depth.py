@@ -8,8 +8,9 @@ includes how much longer than the least a forward and backward typically take: a
 delays its neighbours just as a slow link does.
 
 A cutover below that number (`schedule/cutover.py`) has every group begin with a part of a flush, which costs more than
-a fast link and less than a slow one. And the more are in flight, the less is left to do while an update runs. So
-`within_cutover` asks the simulator which to have.
+a fast link and less than a slow one. And the more are in flight, the less is left to do while an update runs. So on a
+GPU that number is only the most that is tried (`depth_trial.py`). On a host, whose times are too uneven for a trial,
+`within_cutover` asks the simulator.
 
 Times are taken when a stage has settled: while its calls are still being recorded (`stage_graphs.py`) some take ten
 times as long as others, which would pass for jitter.
@@ -28,10 +29,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from slipstream.pipeline.depth_trial import Trial, depths_to_try
 from slipstream.pipeline.peers import RankStatus, RunStatus
 from slipstream.pipeline.room import Room
 from slipstream.schedule.asynchronous import warm_up_2bw
 from slipstream.schedule.costs import Costs
+from slipstream.schedule.cutover import Cutover
 from slipstream.schedule.generate import build
 from slipstream.schedule.simulate import simulate
 
@@ -68,42 +71,25 @@ def choose_in_flight(
 
 
 def within_cutover(
-    stages: int,
-    microbatches: int,
-    chosen: int,
-    cutover: int,
-    work_seconds: float,
-    link_seconds: float,
-    update_seconds: float = 0.0,
-    least: int | None = None,
+    stages: int, microbatches: int, chosen: int, cutover: int, work_seconds: float, link_seconds: float
 ) -> int:
-    """`chosen`, or as many as the cutover allows without a flush, or `least`: the fewest of those with the shortest
-    updates by the simulator.
+    """As many as the cutover allows without a flush, or, where updates are shorter by the simulator, what hides the
+    links.
 
     A pure function of times that all stages have heard, so all of them come to the same answer.
     """
     capped = chosen if cutover >= microbatches else min(chosen, max(stages, cutover))
-    candidates = {capped, capped if least is None else least}
     wanted = min(1 + (stages - 1) * (1 + math.ceil(2 * link_seconds / work_seconds)), microbatches + 1)
-    if capped < min(chosen, wanted):
-        candidates.add(wanted)
-    if len(candidates) == 1:
+    if capped >= min(chosen, wanted):
         return capped
     # The update's own exchange crosses the links as well.
-    costs = Costs(
-        work_seconds / 3,
-        2 * work_seconds / 3,
-        latency=link_seconds,
-        update=update_seconds,
-        update_latency=link_seconds,
-    )
+    costs = Costs(work_seconds / 3, 2 * work_seconds / 3, latency=link_seconds, update_latency=link_seconds)
 
     def seconds(in_flight: int) -> float:
         schedule = build("pipedream_2bw", stages, microbatches, _GROUPS, in_flight=in_flight, cutover=cutover)
         return simulate(schedule, costs).time_per_update
 
-    times = {in_flight: seconds(in_flight) for in_flight in candidates}
-    return min(k for k, taken in times.items() if taken <= min(times.values()) * (1 + NEGLIGIBLE))
+    return wanted if seconds(wanted) < seconds(capped) * (1 - NEGLIGIBLE) else capped
 
 
 def within_room(stages: int, microbatches: int, chosen: int, room: Sequence[float]) -> int:
@@ -124,7 +110,13 @@ class Depth:
     """How far one stage runs ahead: as told, or chosen once from times that all stages measured and exchanged."""
 
     def __init__(
-        self, stage: int, stages: int, microbatches: int, in_flight: int | None, on_host: bool, cutover: int
+        self,
+        stage: int,
+        stages: int,
+        microbatches: int,
+        in_flight: int | None,
+        on_host: bool,
+        cutover: Cutover,
     ) -> None:
         self._stage, self._stages, self._microbatches = stage, stages, microbatches
         self._cutover = cutover
@@ -132,6 +124,7 @@ class Depth:
         self.is_open = in_flight is None and stages > 1  # it is not chosen yet
         self._decided_at: int | None = None
         self._decided_by = 0  # the group by which it is chosen, settled or not
+        self._trial: Trial | None = None
         self._unsettled = 0  # groups until the times of one hold nothing of a call that was recorded
         self._set(in_flight)
         self.link_seconds = 0.0  # one way to the next stage
@@ -146,11 +139,20 @@ class Depth:
     def begin_again(self) -> None:
         """After a state was loaded groups are counted from another number."""
         if self.is_open:
-            self._decided_at = None
+            self._decided_at = self._trial = None
+
+    def pause(self, group: int) -> None:
+        """The pipeline has been emptied before `group`."""
+        if self._trial is not None:
+            self._trial.pause(group)
 
     def adapt(self, group: int, statuses: Mapping[int, RunStatus]) -> None:
-        """Before `group` enters, if it is the one at which every stage knows the same times."""
+        """Before `group` enters, if it is one at which every stage knows the same times. Where this makes it less, what
+        is in flight beyond it should land before the next forward."""
         if not self.is_open:
+            return
+        if self._trial is not None:
+            self._try(self._trial, group, statuses[group - 2])
             return
         if self._decided_at is None:
             self._decided_at = group + 3  # update group + 1 is done on every stage before that group enters
@@ -163,38 +165,49 @@ class Depth:
                 else:
                     self.is_open = False
                 return
-            self.is_open = False
-            stages, m = self._stages, self._microbatches
+            stages, m, cutover = self._stages, self._microbatches, self._cutover.most
             work, link = max(told.work_seconds), max(told.link_seconds)
             chosen = choose_in_flight(stages, m, work, link, self._on_host)
-            if work > 0:
-                # On a host the least was measured to be too few, whatever the simulator says.
-                least = None if self._on_host else stages
-                update = max(told.update_seconds)
-                chosen = within_cutover(stages, m, chosen, self._cutover, work, link, update, least)
+            if self._on_host:
+                self.is_open = False
+                if work > 0:
+                    chosen = within_cutover(stages, m, chosen, cutover, work, link)
+                self._set(chosen)
+                return
             held = within_room(stages, m, chosen, told.room)
             if held < chosen and self._stage == 0:
-                said = (
-                    "%d microbatches in flight: late messages ask for %d, and a GPU has no memory for them."
-                )
+                said = "At most %d microbatches in flight: late messages may ask for %d, which a GPU has no memory for."
                 logger.info(said, held, chosen)
-            self._set(held)
+            self.is_open = held > stages
+            self._trial = Trial(depths_to_try(stages, cutover, held), group)
+
+    def _try(self, trial: Trial, group: int, told: RunStatus) -> None:
+        if self._cutover(group) == 0:
+            trial.pause(group)  # a flushed group says nothing about the others
+            return
+        if NOT_SETTLED in told.work_seconds:
+            trial.pause(group)
+        before = trial.depth
+        trial.hear(group, told.updates[0], told.update_times[0])
+        if trial.depth != before:
+            self._set(trial.depth)
+        self.is_open = not trial.over
 
     def measure(
         self,
         status: RankStatus,
         pair_seconds: Callable[[], tuple[float, float]],
-        update_seconds: Callable[[], float] = lambda: 0.0,
+        last_update: Callable[[], tuple[int, float]] = lambda: (-1, 0.0),
     ) -> None:
         """Until the depth is chosen, what the others should know: a forward and backward at its best, and typically,
-        an update, and how many more there is memory for."""
+        the last update that is done and when, and how many more there is memory for."""
         if not self.is_open:
             return
         status.room = self.room.microbatches()
         least, typical = pair_seconds()
         status.work_seconds = NOT_SETTLED if self._unsettled else least
         status.link_seconds = self.link_seconds + typical - least
-        status.update_seconds = update_seconds()
+        status.update, status.update_time = last_update()
         self._unsettled = max(0, self._unsettled - 1)
 
     def recording(self) -> None:

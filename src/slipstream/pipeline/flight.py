@@ -64,6 +64,7 @@ class Flight:
         )
         self._waiting: deque[_InFlight] = deque()
         self._spec: Spec | None = None  # of this stage's output, fixed by the first microbatch
+        self._fitted = False  # to a depth that will not change
         self.loss_kwargs: dict[str, Any] = {}  # of the group or evaluation whose forwards run
 
     def __len__(self) -> int:
@@ -144,7 +145,7 @@ class Flight:
             self._links.send_gradients(group, index, inputs, keep=microbatches)
         self._versions.park(group, index, self._updater.completed, keep=self._updater.copying)
         if index + 1 == microbatches:
-            self._depth.measure(self._updater.status, self._trace.pair_seconds, self._trace.update_seconds)
+            self._depth.measure(self._updater.status, self._trace.pair_seconds, self._trace.last_update)
             self._updater.begin(group, self._accumulator.take())
         else:
             self._updater.advance()
@@ -153,6 +154,18 @@ class Flight:
         """Every backward that is left."""
         while self._waiting:
             self.backward()
+
+    def fit(self) -> None:
+        """Between two groups: land what is more than the depth has room for, and once that has been chosen give back
+        the memory of recordings that only deeper trials needed."""
+        while len(self._waiting) > self._depth.warm_up:
+            self.backward()
+        if self._fitted or self._depth.is_open:
+            return
+        self._fitted = True
+        for replica in self._versions.replicas:
+            if isinstance(replica.call, RecordedCall):
+                replica.call.keep_slots(self._depth.warm_up + 1)
 
     def await_weights(self, group: int, microbatch: int) -> None:
         """They come from update index - 1, which must be done, gathers and all, and its group's backwards before it:

@@ -82,7 +82,7 @@ def peers_of(
     return made, rows
 
 
-_TOLD = 4  # numbers of a stage in an update: of work, of its link, of room, of its update
+_TOLD = 5  # numbers of a stage in an update: of work, of its link, of room, its last update and when it was
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,8 @@ class Mesh(Peers):
         vector[offset : offset + len(mine)] = torch.tensor(mine, dtype=torch.float64)
         vector[count] = float(status.stop)
         if self.holdings.speaks:
-            told = [status.work_seconds, status.link_seconds, status.room, status.update_seconds]
+            seconds = [status.work_seconds, status.link_seconds]
+            told = [*seconds, status.room, status.update, status.update_time]
             vector[count + 1 + self.holdings.stage :: stages] = torch.tensor(told, dtype=torch.float64)
         yield self._sum_over_ranks(vector)
         numbers = vector.tolist()

@@ -88,7 +88,8 @@ class RankStatus:
     work_seconds: float = 0.0  # one forward and one backward on this stage
     link_seconds: float = 0.0  # one way over the link behind this stage
     room: float = math.inf  # microbatches that it could hold beside those in flight
-    update_seconds: float = 0.0  # in which this stage computes nothing else
+    update: float = -1.0  # the last one that is done on this stage, as far as is known
+    update_time: float = 0.0  # when that was
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ class RunStatus:
     work_seconds: list[float]  # by stage
     link_seconds: list[float]
     room: list[float]
-    update_seconds: list[float]
+    updates: list[float]
+    update_times: list[float]
 
 
 class Peers:
@@ -137,7 +139,8 @@ class Peers:
             [status.work_seconds],
             [status.link_seconds],
             [status.room],
-            [status.update_seconds],
+            [status.update],
+            [status.update_time],
         )
 
     def gather(self, weights: Sequence[Tensor]) -> Steps:

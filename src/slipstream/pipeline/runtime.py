@@ -113,7 +113,7 @@ class Schedule2BW(Engine):
         if self._cutover.mixed:
             check_mixed(correction)
         on_host = self._stage.device.type == "cpu"
-        self._depth = Depth(self._stage.index, count, n_microbatches, in_flight, on_host, self._cutover.most)
+        self._depth = Depth(self._stage.index, count, n_microbatches, in_flight, on_host, self._cutover)
         ties = named_ties(tied, split_shared(module), module, self._stage.index)
         self._versions = Versions(
             module,
@@ -225,6 +225,7 @@ class Schedule2BW(Engine):
             self._updater.enter(group)
             self._flight.await_weights(group, 0)
             self._depth.adapt(group, self._updater.statuses)
+            self._flight.fit()
             results = []
             for index, microbatch in enumerate(microbatches):
                 if 0 < index == cutover:
@@ -243,6 +244,7 @@ class Schedule2BW(Engine):
             self._flight.land()
             self._updater.finish_all()
             self._links.finish_sends()
+            self._depth.pause(self.group)
 
     def eval(
         self,

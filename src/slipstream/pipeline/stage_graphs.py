@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -125,10 +125,11 @@ class Sums:
 
 @dataclass(eq=False)
 class Slot:
-    """The memory of one microbatch in flight."""
+    """The memory of one microbatch in flight, and what has been recorded in it."""
 
     recorder: Recorder
     taken: bool = False
+    recordings: dict[RecordedCall, Recording] = field(default_factory=dict)
 
 
 class StageGraphs:
@@ -158,9 +159,17 @@ class StageGraphs:
     def broken(self) -> bool:
         return self._make is None
 
+    def keep(self, count: int) -> None:
+        """No more than `count` slots, and those with a microbatch in them first. The others' memory goes when theirs
+        are through."""
+        self._slots.sort(key=lambda slot: not slot.taken)
+        for slot in self._slots[count:]:
+            slot.recordings.clear()
+        del self._slots[count:]
+
     def give_up(self, why: RuntimeError) -> None:
         self._make = None
-        self._slots.clear()  # memory that plain calls may need; what is in flight still adds to the sums
+        self.keep(0)  # memory that plain calls may need; what is in flight still adds to the sums
         warnings.warn(
             "A stage cannot be recorded as CUDA graphs, so its kernels are launched one by one: "
             f"{str(why).splitlines()[0]}",
@@ -199,23 +208,22 @@ class RecordedCall:
     def __init__(self, graphs: StageGraphs, module: nn.Module, call: Callable[..., Any]) -> None:
         self._graphs, self._module, self._call = graphs, module, call
         self.weights = [p for p in module.parameters() if p.requires_grad]
-        self._recordings: dict[Slot, Recording] = {}
         self._kind: tuple[object, ...] | None = None  # of the microbatches that are recorded: the first's
         self._calls = 0
         self._anchor: Tensor | None = None
         self._single = True  # whether it returns a tensor, and not several
         self._with_loss: tuple[Loss, RecordedCall] | None = None
         self.release = graphs.release
+        self.keep_slots = graphs.keep
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._graphs.broken:
             self.settled = True
-            self._recordings.clear()  # what is in flight keeps its own
         slot = None if kwargs or not torch.is_grad_enabled() else self._slot_for(args)
         if slot is None:
             return self._call(*args, **kwargs)
         places = [weight.data_ptr() for weight in self.weights]
-        recording = self._recordings.get(slot)
+        recording = slot.recordings.get(self)
         self.settled = recording is not None and recording.places == places
         if recording is None or recording.places != places:
             recording = self._record(slot, args, places)
@@ -307,7 +315,7 @@ class RecordedCall:
             slot, inputs, outputs, differentiable, seeds, by_input, found_sums[0], weights, places, replay_forward,
             replay_backward,
         )  # fmt: skip
-        self._recordings[slot] = recording
+        slot.recordings[self] = recording
         return recording
 
 

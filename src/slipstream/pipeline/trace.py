@@ -20,7 +20,6 @@ from slipstream.schedule.actions import Action, Kind
 from slipstream.schedule.timeline import Span
 
 RECENT = 64  # actions of a kind that are remembered
-RECENT_UPDATES = 8
 ANCHORS = 5  # tries at setting the two clocks side by side; the shortest counts
 
 
@@ -78,6 +77,7 @@ class Trace:
         self._on = False
         self._busy_seconds = 0.0
         self._recent: dict[Kind, deque[float]] = {}  # durations, for planning
+        self._last_update = (-1, 0.0)
         self._spans: list[Span] = []
         self._queued: deque[_Queued] = deque()
         self._clock = DeviceClock(device) if device.type == "cuda" else None
@@ -121,6 +121,8 @@ class Trace:
             return
         assert not isinstance(ended, torch.cuda.Event)
         self._note(action.kind, ended - began)
+        if action.kind is Kind.UPDATE:
+            self._last_update = (action.group, ended)
         if self._on:
             self._spans.append(Span(self._rank, action, began, ended))
 
@@ -138,9 +140,10 @@ class Trace:
         recent = [times for times in recent if times]
         return sum(min(times) for times in recent), sum(median(times) for times in recent)
 
-    def update_seconds(self) -> float:
-        """The least that one of the last few updates took; 0: not known. The first ones make what they need."""
-        return min(list(self._recent.get(Kind.UPDATE, (0.0,)))[-RECENT_UPDATES:])
+    def last_update(self) -> tuple[int, float]:
+        """The last update that is known to be done, and when it was; -1: none. It waits for no device."""
+        self._read_queued()
+        return self._last_update
 
     def take(self) -> list[Span]:
         """The spans recorded since the last call; it waits until the device has done them."""
@@ -162,5 +165,8 @@ class Trace:
         action, start, end, clock = self._queued.popleft()
         end.synchronize()
         self._note(action.kind, start.elapsed_time(end) / 1e3)
+        if action.kind is Kind.UPDATE:
+            assert self._clock is not None
+            self._last_update = (action.group, self._clock.seconds(end))
         if clock is not None:
             self._spans.append(Span(self._rank, action, clock.seconds(start), clock.seconds(end)))

@@ -19,6 +19,7 @@ from slipstream.metrics.breakdown import Sizes, breakdown
 from slipstream.metrics.record import Recorder
 from slipstream.models.sizes import ModelConfig
 from slipstream.pipeline.depth import MOST_GROUPS_TO_SETTLE
+from slipstream.pipeline.depth_trial import GROUPS_OF_A_TRIAL
 from slipstream.schedule.actions import Action, Kind
 from slipstream.schedule.costs import measured_costs
 from slipstream.schedule.timeline import Span
@@ -32,17 +33,21 @@ LATER = 2  # groups until they are read: a GPU has done them by then, and nobody
 _MLP = re.compile("mlp|ffn|feed_?forward|expert", re.IGNORECASE)
 
 
-def recorded_from(config: Config) -> int:
+def recorded_from(config: Config, on_gpu: bool) -> int:
     """train.timeline_at, or the next step whose groups are typical: not in a flushed start, no validation shortly
-    before them or in between, which drains the pipeline, and no stage that is still being recorded. 0: never."""
+    before them or in between, which drains the pipeline, no stage that is still being recorded, and no depth that is
+    still tried. 0: never."""
     train = config.train
     if not train.timeline_at:
         return 0
     start = updates(config.optim.sync_start, train.steps)
-    recording = MOST_GROUPS_TO_SETTLE if train.cuda_graphs else 0
-    if start + recording + 2 * GROUPS > train.steps:  # better those than none
-        recording = 0
-    least = max(train.timeline_at, start + recording + (GROUPS if start or recording else 0))
+    unsettled = MOST_GROUPS_TO_SETTLE if train.cuda_graphs else 0
+    pipeline = config.pipeline
+    if on_gpu and pipeline.schedule == "2bw" and pipeline.in_flight is None and config.stages > 1:
+        unsettled += GROUPS_OF_A_TRIAL
+    if start + unsettled + 2 * GROUPS > train.steps:  # better those than none
+        unsettled = 0
+    least = max(train.timeline_at, start + unsettled + (GROUPS if start or unsettled else 0))
     if not train.eval_every:
         return least
     steps = range(least, least + train.eval_every)

@@ -77,7 +77,8 @@ def train(
     engine.after_update = saver.after_update
     sizes = sizes_of(parts.model, config)
     profiling = Profiling(Path(config.run.dir), parts.position.rank, config.train.profile, sizes)
-    tracing = Tracing(engine, parts.board, parts.recorder, parts.position, recorded_from(config))
+    at = recorded_from(config, on_gpu=parts.device.type == "cuda")
+    tracing = Tracing(engine, parts.board, parts.recorder, parts.position, at)
     reporter.start(step)
     ended_early = False
     if validate_first:

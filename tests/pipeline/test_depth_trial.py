@@ -1,0 +1,32 @@
+"""Depths that are tried in mid-run, by ranks that train."""
+
+import pytest
+import torch
+
+from slipstream.pipeline.depth_trial import depths_to_try
+from slipstream.schedule.asynchronous import warm_up_2bw
+
+
+@pytest.mark.parametrize(
+    ("stages", "cutover", "best"), [(2, 8, 2), (2, 3, 9), (3, 4, 5), (3, 8, 8), (4, 5, 5)]
+)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_depths_are_tried_in_mid_run_and_no_bit_changes(pool, stages, cutover, best, recorded):
+    """Deeper ones fill the pipeline, the one that is taken in the end lands what it has no room for."""
+    m, groups = 8, 80
+    taken = {best: 0.5}
+    ranks = pool.run(
+        "pipeline.depth_jobs:tried", taken, groups, (20, 21, 40), recorded, m=m, cutover=cutover, ranks=stages
+    )
+    plain = pool.run("pipeline.jobs:train", range(groups), tied=False, m=m, cutover=cutover, ranks=stages)
+    for rank, ((losses, weights, had, most, slots), same) in enumerate(zip(ranks, plain, strict=True)):
+        assert losses == same["losses"]
+        assert all(torch.equal(weights[name], same["weights"][name]) for name in same["weights"])
+        tried = [warm_up_2bw(stages, m, k)[rank] + 1 for k in depths_to_try(stages, cutover, m + 1)]
+        assert sorted(set(had)) == sorted(set(tried))
+        assert had[-1] == warm_up_2bw(stages, m, best)[rank] + 1
+        pairs = list(zip(most, had, strict=True))
+        assert all(held <= depth for held, depth in pairs)
+        assert all(held == depth for held, depth in pairs if depth <= cutover), "as many as it may"
+        assert slots <= had[-1], "no memory is kept for deeper trials"
+        assert not recorded or slots
