@@ -52,9 +52,22 @@ def test_every_problem_is_reported_with_its_nearest_key():
     assert "train.seed = 'x'" in text
 
 
+@pytest.mark.parametrize("nothing", ["none", "null", "None"])
+def test_who_wants_the_default_again_is_told_how(nothing):
+    for key in ("pipeline.boundaries", "pipeline.in_flight", "optim.lr", "train.steps"):
+        assert f"{key}= with nothing behind it" in "".join(problems_of([f"{key}={nothing}"]))
+    assert load(None, [f"run.name={nothing}"]).run.name == nothing
+
+
+def test_options_are_given_one_by_one():
+    assert "optim.options.NAME=VALUE" in "".join(problems_of(['optim.options={"lookahead": 2}']))
+    assert load(None, ["optim.options={lookahead = 2}"]).optim.options == {"lookahead": 2}
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (["pipeline.stages=3", "pipeline.boundaries=[1]"], "or write pipeline.boundaries= for an even cut"),
         (["pipeline.stages=4", "pipeline.microbatches=2"], "pipeline.microbatches = 2 is less"),
         (["pipeline.stages=8"], "4 layers cannot fill 8"),
         (["pipeline.schedule=1f1b", "optim.correction=error_feedback"], "has no delay to correct"),
@@ -102,6 +115,8 @@ def test_every_problem_is_reported_with_its_nearest_key():
         ([*EMULATED, "pipeline.mismatch=1", "optim.sync_start=0.1"], "a flushed update has no mismatch"),
         (["train.cuda_graphs=true", "train.device=cpu"], "train.cuda_graphs records what a GPU runs"),
         (["train.cuda_graphs=true", "pipeline.schedule=zbv", "train.device=cuda"], "cuts it in two"),
+        (["train.compile=true", "pipeline.schedule=zbv"], "compiled code"),
+        (["train.compile=layers", "pipeline.schedule=zbv"], "compiled code"),
         ([*EMULATED, "train.cuda_graphs=true", "pipeline.mismatch=1"], "one set of weights"),
     ],
 )

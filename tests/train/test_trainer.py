@@ -56,14 +56,6 @@ def forget_after(runs, step):
             shutil.rmtree(path)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b", "zbv"])
-def test_torch_schedules_equal_training_without_delay(runs, reference, schedule):
-    runs.train("run", f"pipeline.schedule={schedule}", "pipeline.stages=2", "train.eval_every=5")
-    assert_equal_weights(runs.weights("run"), reference.weights("synchronous"))
-    found = runs.events("run", "finish")[0]["validation_loss"]
-    assert found == pytest.approx(reference.events("synchronous", "finish")[0]["validation_loss"], rel=1e-6)
-
-
 def test_a_narrow_run_leaves_float32_products_as_it_found_them():
     """A study's process trains one run after another: those in float32 must not depend on what came before."""
     before = torch.get_float32_matmul_precision()

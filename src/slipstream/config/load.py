@@ -122,7 +122,12 @@ def _explain(item: Any) -> str:
         hint = did_you_mean(str(item["input"]), choices)
         return f"{key} = {item['input']!r} is not one of {expected}.{hint}"
     message = item["msg"][0].lower() + item["msg"][1:]
-    return f"{key} = {item['input']!r}: {message}."
+    hint = ""
+    if str(item["input"]).lower() in ("none", "null"):
+        hint = f" For its default, write {key}= with nothing behind it."
+    elif item["type"] == "dict_type":
+        hint = f" Write {key}.NAME=VALUE."
+    return f"{key} = {item['input']!r}: {message}.{hint}"
 
 
 def _unknown(key: str) -> str:

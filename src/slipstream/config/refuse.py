@@ -149,7 +149,8 @@ def _layers(config: Config, model: ModelConfig) -> Iterator[str]:
         if len(bounds) != modules - 1:
             yield (
                 f"pipeline.boundaries = {bounds} names {len(bounds)} boundaries; {modules} stage modules need "
-                f"{modules - 1}. List the first layer of each stage but the first."
+                f"{modules - 1}. List the first layer of each stage but the first, or write pipeline.boundaries= "
+                "for an even cut."
             )
         elif not rising([0, *bounds, model.layers]):
             yield (
@@ -311,6 +312,11 @@ def _train(config: Config) -> Iterator[str]:
         yield (
             "train.cuda_graphs records a backward as one, and pipeline.schedule = 'zbv' cuts it in two. Drop it, or "
             "use 2bw, 1f1b, gpipe or interleaved_1f1b."
+        )
+    if train.compile and config.pipeline.schedule == "zbv":
+        yield (
+            f"train.compile = {train.compile} does not work with pipeline.schedule=zbv: torch cannot cut the backward "
+            "of compiled code in two. Drop it, or use 2bw, 1f1b, gpipe or interleaved_1f1b."
         )
     if train.cuda_graphs and config.pipeline.mismatch not in (0, [0]):
         yield (
