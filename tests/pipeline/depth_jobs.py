@@ -15,16 +15,17 @@ class Trying(depth.Depth):
 
     def __init__(self, stage, stages, m, in_flight, on_host, cutover):
         super().__init__(stage, stages, m, in_flight, False, cutover)
-        self.clock, self.updates = 0.0, 0
+        self.updates = 0
 
     def measure(self, status, pair_seconds, last_update):
-        self.clock += self.seconds.get(self.warm_up + 1, 1.0)  # the first stage's is the one that counts
-        super().measure(status, lambda: (1.0, 20.0), lambda: (self.updates - 1, self.clock))
+        seconds = self.seconds.get(self.warm_up + 1, 1.0)  # the first stage's is the one that counts
+        super().measure(status, lambda: (1.0, 20.0), lambda: (self.updates - 1, seconds))
         self.updates += 1
 
 
-def tried(world, seconds, groups, evaluations=(), recorded=False, **options):
-    """A run in which depths are tried: losses, weights, the depth and the most in flight by group, slots at the end."""
+def tried(world, seconds, groups, drains=(), recorded=False, drained=(0, 1, 2, 3), **options):
+    """A run in which depths are tried: losses, weights, the depth and the most in flight by group, slots at the end.
+    `drained`: the stages that take part in the drains."""
     made = Made()
     if recorded:
         options["prepare"] = made.prepare
@@ -44,7 +45,7 @@ def tried(world, seconds, groups, evaluations=(), recorded=False, **options):
         most.append(0)
         losses += step(world, schedule, group, outputs=False)
         had.append(schedule.in_flight)
-        if group in evaluations:
+        if group in drains and world.rank in drained:
             schedule.drain()
     schedule.drain()
     return losses, weights(schedule), had, most, len(made.graphs._slots)

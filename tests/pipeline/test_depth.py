@@ -113,6 +113,49 @@ def test_what_was_faster_while_the_pipeline_filled_is_no_jitter(monkeypatch):
     assert trace.pair_seconds() == (0.0, 0.0)
 
 
+def test_an_update_is_timed_from_the_one_before_unless_there_was_a_pause(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("slipstream.pipeline.trace.time.perf_counter", lambda: now[0])
+    trace = Trace(0, torch.device("cpu"))
+    assert trace.last_update() == (-1, 0.0)
+    found = []
+    for group in range(5):
+        now[0] += 4.0
+        with trace.action(Kind.FORWARD, group, 0):
+            now[0] += 1.0
+        with trace.action(Kind.UPDATE, group):
+            now[0] += 2.0
+        found.append(trace.last_update())
+        if group == 2:
+            trace.pause()
+            now[0] += 100.0
+    assert found == [(0, 0.0), (1, 7.0), (2, 7.0), (3, 0.0), (4, 7.0)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_update_of_a_gpu_is_timed_on_the_device():
+    """And a pause belongs to the update that comes after it, however late the host reads of both."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    trace = Trace(0, device)
+    with torch.cuda.device(device):
+        torch.cuda._sleep(10_000)
+        torch.cuda.synchronize()
+        for group in range(6):
+            if group == 3:
+                trace.pause()
+            with trace.action(Kind.UPDATE, group):
+                torch.cuda._sleep(20_000_000)
+            if group == 3:
+                assert trace.last_update()[0] < 3, "the host is ahead"
+        found = []
+        while not found or found[-1][0] < 5:
+            if (last := trace.last_update()) not in found:
+                found.append(last)
+    assert all((seconds == 0.0) == (group in (-1, 0, 3)) for group, seconds in found)
+    assert all(seconds < 1.0 for _, seconds in found)
+
+
 class Ranks:
     """The depths of all stages of a run whose groups take as long as `seconds` says for a number in flight."""
 
@@ -122,8 +165,9 @@ class Ranks:
         self.seconds, self.link, self.room = seconds, link, room
         self.cutover = Cutover(m, cutover, synchronous)
         self.depths = [Depth(s, stages, m, None, False, self.cutover) for s in range(stages)]
-        self.statuses, self.clock, self.group = {}, 100.0, 0
+        self.statuses, self.group = {}, 0
         self.had = []  # in flight on stage 0, by group
+        self.taken = [0.0]  # by update, as the one after it is measured
         self.recording = lambda group, in_flight: False
 
     def step(self):
@@ -134,14 +178,14 @@ class Ranks:
         expected = warm_up_2bw(len(self.depths), self.cutover.microbatches, in_flight)
         assert [depth.warm_up for depth in self.depths] == expected, "stages disagree"
         self.had.append(in_flight)
-        self.clock += self.seconds(in_flight, group)
+        self.taken.append(self.seconds(in_flight, group))
         told = []
         for depth in self.depths:
             if self.recording(group, in_flight):
                 depth.recording()
             status = RankStatus()
             # The update before this one is the last that the device is known to have done.
-            depth.measure(status, lambda: (1.0, 1.0 + self.link), lambda: (group - 1, self.clock))
+            depth.measure(status, lambda: (1.0, 1.0 + self.link), lambda: (group - 1, self.taken[group]))
             told.append(status)
         self.statuses[group] = RunStatus(
             [],
@@ -150,7 +194,7 @@ class Ranks:
             [s.link_seconds for s in told],
             [self.room] * len(told),
             [s.update for s in told],
-            [s.update_time for s in told],
+            [s.update_seconds for s in told],
         )
         self.group += 1
 
@@ -211,19 +255,34 @@ def test_a_flushed_start_says_nothing_about_depths():
     assert set(ranks.had[:101]) == {4}
 
 
-def test_a_validation_in_the_middle_of_a_trial_is_not_part_of_it():
-    """It takes as long as a thousand updates, just when the best depth is tried."""
-    ranks = Ranks(lambda in_flight, group: {4: 1.2, 5: 1.0, 7: 1.1, 13: 1.3}[in_flight])
-    paused = []
-    while ranks.depths[0].is_open:
-        ranks.step()
-        if ranks.had.count(5) in (4, 9) and ranks.group not in paused:
-            paused.append(ranks.group)
-            ranks.clock += 1000.0
-            for depth in ranks.depths:
-                depth.pause(ranks.group)
-    assert paused
+def test_updates_that_are_long_by_chance_or_cannot_be_compared_do_not_count():
+    """A checkpoint, or one before which the pipeline was drained: 0 seconds, which is not known."""
+    best = {4: 1.2, 5: 1.0, 7: 1.1, 13: 1.3}
+    ranks = Ranks(
+        lambda in_flight, group: 9.0 if group % 5 == 2 else 0.0 if group % 7 == 3 else best[in_flight]
+    )
     assert ranks.run() == 5
+
+
+def test_a_state_that_is_loaded_in_the_middle_of_a_trial_begins_with_the_least_depth():
+    ranks = Ranks(lambda in_flight, group: 1.0 if in_flight == 13 else 1.3)
+    while not ranks.had or ranks.had[-1] != 13:
+        ranks.step()
+    for depth in ranks.depths:
+        depth.begin_again()
+    ranks.statuses.clear()
+    ranks.step()
+    assert ranks.had[-1] == 4
+    assert ranks.run() == 13
+
+
+@pytest.mark.parametrize("cutover", [0, 5])
+def test_a_run_of_flushed_groups_only_tries_nothing_and_watches_no_memory(cutover):
+    ranks = Ranks(lambda in_flight, group: 1.0, cutover=cutover, synchronous=lambda group: True)
+    for _ in range(200):
+        ranks.step()
+    assert set(ranks.had) == {4}
+    assert not any(depth.asks_for_room for depth in ranks.depths)
 
 
 def test_a_stage_that_is_being_recorded_is_not_measured():
@@ -254,12 +313,7 @@ def test_a_stage_that_never_settles_keeps_the_least_depth():
 
 
 def test_a_run_that_pauses_all_the_time_keeps_what_it_has():
-    ranks = Ranks(lambda in_flight, group: 1.0)
-    while ranks.depths[0].is_open:
-        ranks.step()
-        if ranks.group % 4 == 0:
-            for depth in ranks.depths:
-                depth.pause(ranks.group)
+    ranks = Ranks(lambda in_flight, group: 0.0)
     assert ranks.run() == 4
     assert len(ranks.had) < 80
 

@@ -30,3 +30,13 @@ def test_depths_are_tried_in_mid_run_and_no_bit_changes(pool, stages, cutover, b
         assert all(held == depth for held, depth in pairs if depth <= cutover), "as many as it may"
         assert slots <= had[-1], "no memory is kept for deeper trials"
         assert not recorded or slots
+
+
+def test_a_stage_that_drains_alone_tries_the_same_depths(pool):
+    """`gathered_master` drains those that are compact. A trial that went by a stage's own drains came to another depth
+    there, and all stages waited for each other."""
+    ranks = pool.run(
+        "pipeline.depth_jobs:tried", {5: 0.5}, 80, (30, 41), drained=(1,), m=8, cutover=4, ranks=3
+    )
+    for rank, (_, _, had, _, _) in enumerate(ranks):
+        assert had == [warm_up_2bw(3, 8, depth)[rank] + 1 for depth in ranks[0][2]]

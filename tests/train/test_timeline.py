@@ -45,3 +45,5 @@ def test_typical_groups_are_recorded(runs):
     assert found(*graphs, "pipeline.stages=2", on_gpu=True) == 43 + GROUPS_OF_A_TRIAL
     assert found(*graphs, "pipeline.stages=2", "optim.sync_start=100", on_gpu=True) == 143 + GROUPS_OF_A_TRIAL
     assert found(*graphs, "pipeline.stages=2", "pipeline.in_flight=3", on_gpu=True) == 43
+    short = [*graphs, "pipeline.stages=2", "train.steps=50"]
+    assert found(*short, on_gpu=True) == 43, "a depth may be on trial, but nothing is being recorded"

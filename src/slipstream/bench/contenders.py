@@ -79,6 +79,11 @@ class Run(ABC):
     @abstractmethod
     def drain(self) -> None: ...
 
+    @property
+    def settled(self) -> bool:
+        """Whether its updates are as all later ones will be; the same on all ranks."""
+        return True
+
     def take_trace(self) -> list[Span]:
         """What was done since the last call, with what was in flight."""
         return []
@@ -195,6 +200,10 @@ class EngineRun(Run):
 
     def step(self) -> None:
         self.schedule.step(*self.inputs, **self.target, return_outputs=False)
+
+    @property
+    def settled(self) -> bool:
+        return self.schedule.settled
 
     def take_trace(self) -> list[Span]:
         self.schedule.drain()

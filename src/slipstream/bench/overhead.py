@@ -27,6 +27,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from slipstream.config import Config, from_tree, load, resolve
 from slipstream.distributed import RankPool, World
 from slipstream.errors import UserError
@@ -142,9 +144,13 @@ def _clocks() -> tuple[float, float]:
 
 
 def _quiet(config: Config, folder: Path, steps: int) -> Config:
-    """The run with nothing in it but steps: lines go on being printed, into a file of their own."""
+    """The run with nothing in it but steps: lines go on being printed, into a file of their own. On a GPU, where turns
+    are too short to try depths, it has the least."""
+    on_gpu = config.train.device != "cpu" and torch.cuda.is_available()
+    in_flight = config.pipeline.in_flight or (config.stages if on_gpu else None)
     return config.changed(
         run={"dir": str(folder)},
+        pipeline={"in_flight": in_flight},
         train={"steps": steps, "eval_every": 0, "eval_batches": 1, "sample_tokens": 0},
         checkpoint={"every": 0, "keep": 0},
     )

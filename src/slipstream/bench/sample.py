@@ -26,6 +26,8 @@ from slipstream.distributed import World
 from slipstream.distributed.groups import carrier
 from slipstream.errors import UserError
 
+MOST_WARM_UP = 120  # updates, for a schedule that tries depths on a GPU
+
 
 @dataclass(frozen=True)
 class RankSample:
@@ -48,6 +50,8 @@ def take_sample(world: World, name: str, work: Work, warmup: int, updates: int) 
         resting_bytes = _reset_peak_memory(device)
         run = build_run(name, work, world.rank)
         losses = warm_up(run, warmup)
+        if device.type == "cuda":  # not of a depth that was tried and not taken
+            torch.cuda.reset_peak_memory_stats(device)
         sample = replace(
             _timed(run, device, updates),
             peak_memory_bytes=_peak_memory_bytes(device) - resting_bytes,
@@ -96,8 +100,10 @@ def _told() -> Iterator[None]:
 
 def warm_up(run: Run, updates: int) -> tuple[float, ...]:
     """The losses of its last group, on the rank that has them."""
-    for _ in range(updates):
+    done = 0
+    while done < updates or (not run.settled and done < MOST_WARM_UP):
         run.step()
+        done += 1
     run.drain()
     return tuple(float(loss.detach()) for loss in run.losses)
 

@@ -121,7 +121,8 @@ class Depth:
         self._stage, self._stages, self._microbatches = stage, stages, microbatches
         self._cutover = cutover
         self._on_host = on_host
-        self.is_open = in_flight is None and stages > 1  # it is not chosen yet
+        # It is not chosen yet. On a GPU a run whose groups are all flushed has nothing to choose.
+        self.is_open = in_flight is None and stages > 1 and (on_host or cutover.most > 0)
         self._decided_at: int | None = None
         self._decided_by = 0  # the group by which it is chosen, settled or not
         self._trial: Trial | None = None
@@ -140,11 +141,12 @@ class Depth:
         """After a state was loaded groups are counted from another number."""
         if self.is_open:
             self._decided_at = self._trial = None
+            self._set(None)
 
-    def pause(self, group: int) -> None:
-        """The pipeline has been emptied before `group`."""
-        if self._trial is not None:
-            self._trial.pause(group)
+    @property
+    def asks_for_room(self) -> bool:
+        """Whether what forwards leave in memory is of interest."""
+        return self.is_open and self._trial is None
 
     def adapt(self, group: int, statuses: Mapping[int, RunStatus]) -> None:
         """Before `group` enters, if it is one at which every stage knows the same times. Where this makes it less, what
@@ -159,38 +161,37 @@ class Depth:
             self._decided_by = self._decided_at + MOST_GROUPS_TO_SETTLE
         if group == self._decided_at:
             told = statuses[group - 2]
-            if NOT_SETTLED in told.work_seconds:  # the same on all stages
-                if group < self._decided_by:
-                    self._decided_at += 1
-                else:
-                    self.is_open = False
-                return
-            stages, m, cutover = self._stages, self._microbatches, self._cutover.most
-            work, link = max(told.work_seconds), max(told.link_seconds)
-            chosen = choose_in_flight(stages, m, work, link, self._on_host)
-            if self._on_host:
+            if NOT_SETTLED not in told.work_seconds:  # the same on all stages
+                self._decide(group, told)
+            elif group < self._decided_by:
+                self._decided_at += 1
+            else:
                 self.is_open = False
-                if work > 0:
-                    chosen = within_cutover(stages, m, chosen, cutover, work, link)
-                self._set(chosen)
-                return
-            held = within_room(stages, m, chosen, told.room)
-            if held < chosen and self._stage == 0:
-                said = "At most %d microbatches in flight: late messages may ask for %d, which a GPU has no memory for."
-                logger.info(said, held, chosen)
-            self.is_open = held > stages
+
+    def _decide(self, group: int, told: RunStatus) -> None:
+        stages, m, cutover = self._stages, self._microbatches, self._cutover.most
+        work, link = max(told.work_seconds), max(told.link_seconds)
+        chosen = choose_in_flight(stages, m, work, link, self._on_host)
+        if self._on_host:
+            self.is_open = False
+            self._set(within_cutover(stages, m, chosen, cutover, work, link) if work > 0 else chosen)
+            return
+        held = within_room(stages, m, chosen, told.room)
+        if held < chosen and self._stage == 0:
+            said = "At most %d microbatches in flight: late messages may ask for %d, which a GPU has no memory for."
+            logger.info(said, held, chosen)
+        if held > stages:
             self._trial = Trial(depths_to_try(stages, cutover, held), group)
+        else:
+            self.is_open = False
 
     def _try(self, trial: Trial, group: int, told: RunStatus) -> None:
-        if self._cutover(group) == 0:
-            trial.pause(group)  # a flushed group says nothing about the others
-            return
-        if NOT_SETTLED in told.work_seconds:
-            trial.pause(group)
-        before = trial.depth
-        trial.hear(group, told.updates[0], told.update_times[0])
-        if trial.depth != before:
-            self._set(trial.depth)
+        flushed = self._cutover(group) == 0  # which says nothing about the others, however long it goes on
+        if flushed or NOT_SETTLED in told.work_seconds:
+            trial.skip(group)
+        if not flushed:
+            trial.hear(group, told.updates[0], told.update_seconds[0])
+        self._set(trial.depth)
         self.is_open = not trial.over
 
     def measure(
@@ -200,14 +201,15 @@ class Depth:
         last_update: Callable[[], tuple[int, float]] = lambda: (-1, 0.0),
     ) -> None:
         """Until the depth is chosen, what the others should know: a forward and backward at its best, and typically,
-        the last update that is done and when, and how many more there is memory for."""
+        the last update that is done and its time, and how many more there is memory for."""
         if not self.is_open:
             return
-        status.room = self.room.microbatches()
+        if self.asks_for_room:
+            status.room = self.room.microbatches()
         least, typical = pair_seconds()
         status.work_seconds = NOT_SETTLED if self._unsettled else least
         status.link_seconds = self.link_seconds + typical - least
-        status.update, status.update_time = last_update()
+        status.update, status.update_seconds = last_update()
         self._unsettled = max(0, self._unsettled - 1)
 
     def recording(self) -> None:

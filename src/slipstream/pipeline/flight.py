@@ -105,7 +105,7 @@ class Flight:
         return alone and self._stage.last and isinstance(target, Tensor)
 
     def _watched(self) -> AbstractContextManager[None]:
-        return self._depth.room.forward() if self._depth.is_open else nullcontext()
+        return self._depth.room.forward() if self._depth.asks_for_room else nullcontext()
 
     def _send(self, group: int, index: int, outputs: list[Tensor]) -> None:
         spec = spec_of(outputs)
@@ -163,9 +163,7 @@ class Flight:
         if self._fitted or self._depth.is_open:
             return
         self._fitted = True
-        for replica in self._versions.replicas:
-            if isinstance(replica.call, RecordedCall):
-                replica.call.keep_slots(self._depth.warm_up + 1)
+        self._keep_recordings(self._depth.warm_up + 1)
 
     def await_weights(self, group: int, microbatch: int) -> None:
         """They come from update index - 1, which must be done, gathers and all, and its group's backwards before it:
@@ -206,8 +204,14 @@ class Flight:
         """Without arguments of the group."""
         return check_loss(self._loss_of(output, target))
 
+    def _keep_recordings(self, in_flight: int) -> None:
+        for replica in self._versions.replicas:
+            if isinstance(replica.call, RecordedCall):
+                replica.call.keep_slots(in_flight)
+
     def clear(self) -> None:
         self._waiting.clear()
+        self._keep_recordings(0)
 
 
 def _as_message(output: Any) -> list[Tensor]:

@@ -82,7 +82,7 @@ def peers_of(
     return made, rows
 
 
-_TOLD = 5  # numbers of a stage in an update: of work, of its link, of room, its last update and when it was
+_TOLD = 5  # numbers of a stage in an update: of work, of its link, of room, its last update and its time
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Mesh(Peers):
         vector[count] = float(status.stop)
         if self.holdings.speaks:
             seconds = [status.work_seconds, status.link_seconds]
-            told = [*seconds, status.room, status.update, status.update_time]
+            told = [*seconds, status.room, status.update, status.update_seconds]
             vector[count + 1 + self.holdings.stage :: stages] = torch.tensor(told, dtype=torch.float64)
         yield self._sum_over_ranks(vector)
         numbers = vector.tolist()

@@ -89,7 +89,7 @@ class RankStatus:
     link_seconds: float = 0.0  # one way over the link behind this stage
     room: float = math.inf  # microbatches that it could hold beside those in flight
     update: float = -1.0  # the last one that is done on this stage, as far as is known
-    update_time: float = 0.0  # when that was
+    update_seconds: float = 0.0  # from the one before it to that; 0: not known, or not to be compared
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class RunStatus:
     link_seconds: list[float]
     room: list[float]
     updates: list[float]
-    update_times: list[float]
+    update_seconds: list[float]
 
 
 class Peers:
@@ -140,7 +140,7 @@ class Peers:
             [status.link_seconds],
             [status.room],
             [status.update],
-            [status.update_time],
+            [status.update_seconds],
         )
 
     def gather(self, weights: Sequence[Tensor]) -> Steps:

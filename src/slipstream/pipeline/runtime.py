@@ -244,7 +244,7 @@ class Schedule2BW(Engine):
             self._flight.land()
             self._updater.finish_all()
             self._links.finish_sends()
-            self._depth.pause(self.group)
+            self._trace.pause()
 
     def eval(
         self,
@@ -332,6 +332,11 @@ class Schedule2BW(Engine):
     def in_flight(self) -> int:
         """Microbatches this stage keeps between forward and backward."""
         return self._depth.warm_up + 1
+
+    @property
+    def settled(self) -> bool:
+        """Whether `in_flight` is chosen and will not change: the same answer for the same group on every rank."""
+        return not self._depth.is_open
 
     @property
     def busy_seconds(self) -> float:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -125,11 +125,10 @@ class Sums:
 
 @dataclass(eq=False)
 class Slot:
-    """The memory of one microbatch in flight, and what has been recorded in it."""
+    """The memory of one microbatch in flight."""
 
     recorder: Recorder
     taken: bool = False
-    recordings: dict[RecordedCall, Recording] = field(default_factory=dict)
 
 
 class StageGraphs:
@@ -160,16 +159,16 @@ class StageGraphs:
         return self._make is None
 
     def keep(self, count: int) -> None:
-        """No more than `count` slots, and those with a microbatch in them first. The others' memory goes when theirs
-        are through."""
+        """No more than `count` slots, and those with a microbatch in them first."""
         self._slots.sort(key=lambda slot: not slot.taken)
-        for slot in self._slots[count:]:
-            slot.recordings.clear()
         del self._slots[count:]
+
+    def holds(self, slot: Slot) -> bool:
+        return slot in self._slots
 
     def give_up(self, why: RuntimeError) -> None:
         self._make = None
-        self.keep(0)  # memory that plain calls may need; what is in flight still adds to the sums
+        self._slots.clear()  # memory that plain calls may need; what is in flight still adds to the sums
         warnings.warn(
             "A stage cannot be recorded as CUDA graphs, so its kernels are launched one by one: "
             f"{str(why).splitlines()[0]}",
@@ -208,22 +207,23 @@ class RecordedCall:
     def __init__(self, graphs: StageGraphs, module: nn.Module, call: Callable[..., Any]) -> None:
         self._graphs, self._module, self._call = graphs, module, call
         self.weights = [p for p in module.parameters() if p.requires_grad]
+        self._recordings: dict[Slot, Recording] = {}
         self._kind: tuple[object, ...] | None = None  # of the microbatches that are recorded: the first's
         self._calls = 0
         self._anchor: Tensor | None = None
         self._single = True  # whether it returns a tensor, and not several
         self._with_loss: tuple[Loss, RecordedCall] | None = None
         self.release = graphs.release
-        self.keep_slots = graphs.keep
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._graphs.broken:
             self.settled = True
+            self._recordings.clear()  # what is in flight keeps its own
         slot = None if kwargs or not torch.is_grad_enabled() else self._slot_for(args)
         if slot is None:
             return self._call(*args, **kwargs)
         places = [weight.data_ptr() for weight in self.weights]
-        recording = slot.recordings.get(self)
+        recording = self._recordings.get(slot)
         self.settled = recording is not None and recording.places == places
         if recording is None or recording.places != places:
             recording = self._record(slot, args, places)
@@ -236,6 +236,13 @@ class RecordedCall:
         # from us, and the anchor asks for a backward where nothing else does.
         outputs = _Replayed.apply(recording, *args, self._anchor)
         return outputs[0] if self._single else outputs
+
+    def keep_slots(self, count: int) -> None:
+        """Give back the memory of all recordings but those of `count` slots; one that is in flight keeps its own."""
+        self._graphs.keep(count)
+        self._recordings = {s: found for s, found in self._recordings.items() if self._graphs.holds(s)}
+        if self._with_loss is not None:
+            self._with_loss[1].keep_slots(count)
 
     def with_loss(self, loss: Loss) -> RecordedCall:
         """The same for its arguments and a target: the loss of its output, recorded together with it."""
@@ -315,7 +322,7 @@ class RecordedCall:
             slot, inputs, outputs, differentiable, seeds, by_input, found_sums[0], weights, places, replay_forward,
             replay_backward,
         )  # fmt: skip
-        slot.recordings[self] = recording
+        self._recordings[slot] = recording
         return recording
 
 

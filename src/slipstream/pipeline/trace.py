@@ -65,6 +65,7 @@ class _Queued(NamedTuple):
     start: torch.cuda.Event
     end: torch.cuda.Event
     clock: DeviceClock | None  # where a span was asked for
+    paused: bool  # the stage stood still on purpose before it
 
 
 class Trace:
@@ -78,6 +79,8 @@ class Trace:
         self._busy_seconds = 0.0
         self._recent: dict[Kind, deque[float]] = {}  # durations, for planning
         self._last_update = (-1, 0.0)
+        self._update_ended: Moment | None = None  # the last one that has been read
+        self._paused = False
         self._spans: list[Span] = []
         self._queued: deque[_Queued] = deque()
         self._clock = DeviceClock(device) if device.type == "cuda" else None
@@ -116,13 +119,14 @@ class Trace:
         ended = self.begin()
         if isinstance(began, torch.cuda.Event):
             assert isinstance(ended, torch.cuda.Event)
-            self._queued.append(_Queued(action, began, ended, self._clock if self._on else None))
+            paused = self._take_pause(action)
+            self._queued.append(_Queued(action, began, ended, self._clock if self._on else None, paused))
             self._read_queued()
             return
         assert not isinstance(ended, torch.cuda.Event)
         self._note(action.kind, ended - began)
         if action.kind is Kind.UPDATE:
-            self._last_update = (action.group, ended)
+            self._updated(action.group, ended, self._take_pause(action))
         if self._on:
             self._spans.append(Span(self._rank, action, began, ended))
 
@@ -141,9 +145,14 @@ class Trace:
         return sum(min(times) for times in recent), sum(median(times) for times in recent)
 
     def last_update(self) -> tuple[int, float]:
-        """The last update that is known to be done, and when it was; -1: none. It waits for no device."""
+        """The last update that is known to be done, -1: none; and the time from the one before it to that, 0: there
+        was none, or a pause between them. It waits for no device."""
         self._read_queued()
         return self._last_update
+
+    def pause(self) -> None:
+        """The stage stands still from here to its next action."""
+        self._paused = True
 
     def take(self) -> list[Span]:
         """The spans recorded since the last call; it waits until the device has done them."""
@@ -156,17 +165,34 @@ class Trace:
         self._busy_seconds += seconds
         self._recent.setdefault(kind, deque(maxlen=RECENT)).append(seconds)
 
+    def _take_pause(self, action: Action) -> bool:
+        """Whether there was a pause before this update and after the one before."""
+        paused = self._paused and action.kind is Kind.UPDATE
+        self._paused = self._paused and not paused
+        return paused
+
+    def _updated(self, group: int, ended: Moment, paused: bool) -> None:
+        before, self._update_ended = self._update_ended, ended
+        seconds = 0.0
+        if before is not None and not paused:
+            if isinstance(ended, torch.cuda.Event):
+                assert isinstance(before, torch.cuda.Event)
+                seconds = before.elapsed_time(ended) / 1e3
+            else:
+                assert not isinstance(before, torch.cuda.Event)
+                seconds = ended - before
+        self._last_update = (group, seconds)
+
     def _read_queued(self) -> None:
         """Take the times of what the device has done."""
         while self._queued and self._queued[0].end.query():
             self._read_first()
 
     def _read_first(self) -> None:
-        action, start, end, clock = self._queued.popleft()
+        action, start, end, clock, paused = self._queued.popleft()
         end.synchronize()
         self._note(action.kind, start.elapsed_time(end) / 1e3)
         if action.kind is Kind.UPDATE:
-            assert self._clock is not None
-            self._last_update = (action.group, self._clock.seconds(end))
+            self._updated(action.group, end, paused)
         if clock is not None:
             self._spans.append(Span(self._rank, action, clock.seconds(start), clock.seconds(end)))

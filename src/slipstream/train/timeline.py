@@ -41,12 +41,15 @@ def recorded_from(config: Config, on_gpu: bool) -> int:
     if not train.timeline_at:
         return 0
     start = updates(config.optim.sync_start, train.steps)
-    unsettled = MOST_GROUPS_TO_SETTLE if train.cuda_graphs else 0
+    recording = MOST_GROUPS_TO_SETTLE if train.cuda_graphs else 0
     pipeline = config.pipeline
-    if on_gpu and pipeline.schedule == "2bw" and pipeline.in_flight is None and config.stages > 1:
-        unsettled += GROUPS_OF_A_TRIAL
-    if start + unsettled + 2 * GROUPS > train.steps:  # better those than none
-        unsettled = 0
+    tries = on_gpu and pipeline.schedule == "2bw" and pipeline.in_flight is None and config.stages > 1
+    waits = (
+        recording + (GROUPS_OF_A_TRIAL if tries else 0),
+        recording,
+        0,
+    )  # better a short one than no timeline
+    unsettled = next(wait for wait in waits if not wait or start + wait + 2 * GROUPS <= train.steps)
     least = max(train.timeline_at, start + unsettled + (GROUPS if start or unsettled else 0))
     if not train.eval_every:
         return least
