@@ -99,11 +99,11 @@ def diverged_rank(world: World, tree: dict[str, Any], rank: int, what: str, name
     """One bit of one rank's `master` or newest bank is wrong when it is hashed."""
     original = health.fingerprint
 
-    def flipped(state, tied):
+    def flipped(state, tied, **ages):
         held = state["master"] if what == "master" else state["banks"]["next"]
         if world.rank == rank:
             held[name].view(torch.int32).view(-1)[0] ^= 1
-        return original(state, tied)
+        return original(state, tied, **ages)
 
     health.fingerprint = flipped
     try:

@@ -84,13 +84,19 @@ def test_divergence_is_named():
 def test_a_corrupted_tied_weight_stops_the_run(runs, monkeypatch):
     original = health.fingerprint
 
-    def corrupted(state, tied):
+    def corrupted(state, tied, **ages):
         state["master"]["head.weight"][0, 0] += 1e-6
-        return original(state, tied)
+        return original(state, tied, **ages)
 
     monkeypatch.setattr(health, "fingerprint", corrupted)
     with pytest.raises(StageError, match="Silent divergence at step 3: the tied embedding"):
         runs.train("run", "pipeline.schedule=emulate", "health.hash_every=3")
+
+
+@pytest.mark.parametrize("ages", ["pipeline.delay=[2,1]", "pipeline.delay=[1,0]", "pipeline.cutover=[4,0]"])
+def test_a_tied_weight_of_two_ages_has_not_diverged(runs, ages):
+    runs.train("run", "pipeline.schedule=emulate", ages, "model.tied=true", "health.hash_every=1")
+    assert runs.steps("run") == list(range(1, 13))
 
 
 @pytest.fixture

@@ -314,6 +314,12 @@ class Config(Settings):
         return not self.synchronous and self.pipeline.delay not in (0, [0])
 
     @property
+    def uneven(self) -> bool:
+        """Whether stages read weights of different ages."""
+        given = (self.pipeline.delay, self.pipeline.cutover, self.pipeline.mismatch)
+        return any(isinstance(value, list) for value in given)
+
+    @property
     def own_model(self) -> bool:
         """The user's, or transformers': its shape is not ours to set."""
         return self.model.module is not None or self.model.hf is not None

@@ -120,15 +120,16 @@ def _sums(tensor: Tensor) -> Tensor:
     return total
 
 
-def fingerprint(state: Mapping[str, Any], tied: Iterable[str]) -> dict[str, str]:
-    """Checksums of one rank's state: everything the data ranks must agree on, and the tied weights."""
+def fingerprint(state: Mapping[str, Any], tied: Iterable[str], *, one_age: bool = True) -> dict[str, str]:
+    """Checksums of one rank's state: everything the data ranks must agree on, and the tied weights, in the banks too
+    where all stages read weights of one age."""
     tied = set(tied)
     found = {"master": checksum(map(whole, state["master"].values()))}
     for reader, bank in state["banks"].items():
         found[f"{reader} bank"] = checksum(bank.values())
     for name in tied & state["master"].keys():
         found[f"tied/{name}/master"] = checksum([whole(state["master"][name])])
-        for reader, bank in state["banks"].items():
+        for reader, bank in state["banks"].items() if one_age else ():
             found[f"tied/{name}/{reader} bank"] = checksum([bank[name]])
     return found
 

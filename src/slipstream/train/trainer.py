@@ -181,10 +181,10 @@ class _Saver:
             self._submit(step, self._parts.memory)
         comparable = self._parts.position.data_ranks > 1 or bool(self._parts.tied)
         if comparable and config.health.hash_every and step % config.health.hash_every == 0:
-            state = self._parts.engine.capture()
-            self._parts.board.post(
-                f"hash/{step}/{self._parts.position.rank}", health.fingerprint(state, self._parts.tied)
+            sums = health.fingerprint(
+                self._parts.engine.capture(), self._parts.tied, one_age=not config.uneven
             )
+            self._parts.board.post(f"hash/{step}/{self._parts.position.rank}", sums)
             self._hashed.append(step)
 
     def save(self, step: int) -> None:
