@@ -10,12 +10,14 @@ same); and the hardware may put streams into one queue.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from types import SimpleNamespace
 
 import pytest
 from torch import nn
 
 from slipstream.pipeline.versions import Versions
-from slipstream.schedule.actions import Kind
+from slipstream.schedule.actions import Action, Kind
+from slipstream.schedule.asynchronous import warm_up_2bw
 from slipstream.schedule.cutover import Cutover
 from slipstream.schedule.generate import build
 
@@ -408,6 +410,53 @@ def test_whatever_the_cutover(stages, queues, patience):
             for in_flight in (None, microbatches + 1):
                 model = Model(stages, microbatches, queues, in_flight, cutover, patience)
                 assert model.ends(), (microbatches, cutover, in_flight)
+
+
+def order_of(stage, stages, microbatches, depths, cutover):
+    """The actions of a stage whose depth is another in every group (`depth_trial.py`): what it has no room for lands
+    first."""
+    waiting, actions = deque(), []
+
+    def backward():
+        group, microbatch = waiting.popleft()
+        actions.append(Action(Kind.BACKWARD, stage, microbatch, group, None))
+        if microbatch + 1 == microbatches:
+            actions.append(Action(Kind.UPDATE, stage, None, group, None))
+
+    for group, depth in enumerate(depths):
+        room = warm_up_2bw(stages, microbatches, depth)[stage]
+        for microbatch in range(microbatches):
+            while len(waiting) > room or (microbatch == cutover and waiting and waiting[0][0] < group):
+                backward()
+            actions.append(Action(Kind.FORWARD, stage, microbatch, group, None))
+            waiting.append((group, microbatch))
+            if len(waiting) > room:
+                backward()
+    while waiting:
+        backward()
+    return actions
+
+
+@pytest.mark.parametrize("kind", [Model, Sharded])
+@pytest.mark.parametrize("queues", ["streams of their own", "one queue for messages"])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_however_the_depth_changes_from_group_to_group(stages, queues, kind):
+    m = 2 * stages
+    for cutover in (1, stages + 1, m):
+        for depths in ((stages, m + 1, stages, 2 * stages - 1), (m + 1, stages + 1, m, stages)):
+            model = kind(stages, m, queues, cutover=cutover, groups=len(depths))
+            orders = [order_of(stage, stages, m, depths, cutover) for stage in range(stages)]
+            model.schedule = SimpleNamespace(ranks=orders)
+            assert model.ends(), (cutover, depths)
+
+
+def test_stages_that_disagree_on_a_depth_wait_for_each_other_for_ever():
+    """So the model can tell: one stage of three is late with a smaller one."""
+    depths, late = (7, 7, 3, 3), (7, 7, 7, 7)
+    orders = [order_of(stage, 3, 6, late if stage == 1 else depths, 1) for stage in range(3)]
+    model = Model(3, 6, "streams of their own", cutover=1, groups=4)
+    model.schedule = SimpleNamespace(ranks=orders)
+    assert not model.ends()
 
 
 @pytest.mark.parametrize(
