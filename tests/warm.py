@@ -47,7 +47,7 @@ _server = None  # its process and our end of the wire to it
 
 
 class Popen:
-    """As much of `subprocess.Popen` as is used here, for `[python, "-m", module, ...]` and `[python, "-c", code]`."""
+    """As much of `subprocess.Popen` as is used here, for `[python, "-P", "-m", module, ...]` and for code (`-c`)."""
 
     def __init__(
         self, args, *, env=None, cwd=None, pass_fds=(), stdin=None, stdout=None, stderr=None, text=False
@@ -284,8 +284,9 @@ def become(request, files):
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
-    kind, what, *_ = request["args"]
-    sys.argv = request["args"][1:]
+    args = [arg for i, arg in enumerate(request["args"]) if i or arg != "-P"]
+    kind, what = args[:2]
+    sys.argv = args[1:]
     if kind == "-c":
         exec(what, {"__name__": "__main__"})
     else:

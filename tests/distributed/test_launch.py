@@ -57,6 +57,14 @@ def test_ranks_that_have_counted_groups_differently_meet_all_the_same(quick):
         assert len(pool.run("distributed.jobs:name_a_group_behind_its_back", timeout=60)) == 2
 
 
+def test_a_file_called_like_a_module_of_pythons_does_no_harm(cold, tmp_path, monkeypatch):
+    """Where the launcher finds its modules its ranks do, and not in the folder that someone happens to be in."""
+    (tmp_path / "dis.py").write_text("raise SystemExit('imported in the place of a standard module')")
+    monkeypatch.chdir(tmp_path)
+    with RankPool(1) as pool:
+        assert pool.run("distributed.jobs:total", 5)[0][:2] == (0, 5.0)
+
+
 def test_a_cause_is_told_before_the_groups_are_closed(quick):
     """Which takes a while where others are lost: longer than the launcher waits after what a neighbour saw."""
     with RankPool(2) as pool:

@@ -104,7 +104,7 @@ def arguments_of(arguments: Sequence[str], schedule: str, out: Path, updates: in
 
 def _train(arguments: Sequence[str], schedule: str, out: Path, refresh: Callable[[], object]) -> None:
     """Train one contender, or what is left of it, and look at it now and then."""
-    command = [sys.executable, "-m", "slipstream", "train", *arguments]
+    command = [sys.executable, "-P", "-m", "slipstream", "train", *arguments]
     again = "Give the same command again to go on: what has been trained is kept."
     with _terminated_as_interrupted():
         # Its lines are notes: stdout is for the result, with --json for nothing else.

@@ -129,7 +129,7 @@ def _in_a_process(
     task = json.dumps([contender, asdict(setting), str(data), str(folder)])
     try:
         ended = subprocess.run(
-            [sys.executable, "-m", "slipstream.bench.train_contenders", task],
+            [sys.executable, "-P", "-m", "slipstream.bench.train_contenders", task],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -170,12 +170,13 @@ class _Worker:
         environment = {**os.environ, **extra}
         environment.setdefault("OMP_NUM_THREADS", "1")  # one intra-op thread: the bits depend on it
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # ranks we start talk over loopback only
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         # Born with them blocked: a stop asked for while a worker starts waits for the job that can answer it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *STOPS})
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "slipstream.distributed.worker", str(theirs.fileno())],
+                # -P: it looks for modules where we do, and not first in the folder we are in.
+                [sys.executable, "-P", "-m", "slipstream.distributed.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=environment,
             )
