@@ -231,7 +231,7 @@ def test_forced_m_below_p_names_the_law_and_a_layout_that_works():
         ({"stages": 5}, "5 stages do not divide 8 devices"),
         ({"stages": 32, "schedule": "1f1b"}, "32 stages do not divide"),
         ({"microbatches": 7}, "nearest layout that works"),
-        ({"microbatch_size": 3}, "nearest layout that works"),
+        ({"microbatch_size": 3}, r"nearest layout that works.*\(--microbatch-size \d+\)"),
         ({"schedule": "1f1bb"}, "Did you mean '1f1b'"),
         ({"schedule": "pipedream", "stages": 4}, "does not rank 'pipedream'"),
         ({"schedule": "paci", "stages": 4, "microbatches": 4}, "does not rank 'paci'"),

@@ -38,6 +38,7 @@ OCCUPANCY_MICROBATCHES = 4  # times P: by then every schedule but gpipe holds it
 # By which the allocator's blocks exceed what is in them, for each layer and microbatch (docs/notes/memory.md).
 BLOCKS_BYTES = 3 << 20
 
+MOST_MICROBATCHES = 4096  # with more a bubble is as good as none, and simulating them takes minutes
 Cut = tuple[Layers, ...]
 Most = tuple[
     tuple[int, int], ...
@@ -56,7 +57,11 @@ def shapes(job: Job) -> Iterator[Shape]:
         data_ranks = devices // stages
         for size in _sizes(job, data_ranks):
             microbatches, rest = divmod(job.sequences, data_ranks * size)
-            if rest or microbatches < 1 or job.microbatches not in (None, microbatches):
+            if (
+                rest
+                or not 1 <= microbatches <= MOST_MICROBATCHES
+                or job.microbatches not in (None, microbatches)
+            ):
                 continue
             for name in names:
                 yield from _variants(name, stages, data_ranks, microbatches, size, job.config.layers)

@@ -158,8 +158,9 @@ def _nearest(job: Job, forced: dict[str, object]) -> str:
             if result is not None:
                 found.append(result.best)
         if found:
-            best = max(found, key=lambda layout: layout.score)
-            return f"The nearest layout that works: {describe(best.shape)}."
+            best = max(found, key=lambda layout: layout.score).shape
+            size = f" (--microbatch-size {best.microbatch_size * best.data_ranks})"
+            return f"The nearest layout that works: {describe(best)}{size if 'microbatch_size' in forced else ''}."
     return nothing_works(_free(job, forced))
 
 
