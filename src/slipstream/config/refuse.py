@@ -83,11 +83,14 @@ def _optim(config: Config) -> Iterator[str]:
         yield "optim.name: " + unknown("optimizer", optim.name, OPTIMIZERS)
     if correction not in CORRECTION_NAMES and ":" not in correction:  # with a colon: the place of a class
         yield "optim.correction: " + unknown("correction", correction, CORRECTION_NAMES)
-    if not config.late and correction != "none":
+    if (
+        not config.late and correction != "none" and pipeline.schedule != "2bw"
+    ):  # whose delay is looked at elsewhere
+        other = "pipeline.schedule=2bw" if config.synchronous else "pipeline.delay=1"
         yield (
             f"optim.correction = '{correction}' cannot take effect: pipeline.schedule = '{pipeline.schedule}' "
             f"with delay {0 if config.synchronous else pipeline.delay} has no delay to correct. Set "
-            "optim.correction=none, or pipeline.schedule=2bw."
+            f"optim.correction=none, or {other}."
         )
     if not config.late and (optim.sync_start or optim.sync_finish):
         yield (
