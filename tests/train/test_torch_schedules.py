@@ -6,6 +6,8 @@ import pytest
 import torch
 from tests.train.conftest import assert_equal_weights
 
+from slipstream.train import checkpoint
+
 SCHEDULES = ["1f1b", "gpipe", "interleaved_1f1b", "zbv"]
 RECOMPUTED = "train.activation_checkpointing=true"
 
@@ -16,6 +18,18 @@ def test_torch_schedules_equal_training_without_delay(runs, reference, schedule)
     assert_equal_weights(runs.weights("run"), reference.weights("synchronous"))
     found = runs.events("run", "finish")[0]["validation_loss"]
     assert found == pytest.approx(reference.events("synchronous", "finish")[0]["validation_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_single_stage_trains_the_same_and_goes_on_with_two(runs, reference, schedule):
+    """Its embedding and its head are one weight, which other stages hold apart."""
+    runs.train("run", f"pipeline.schedule={schedule}", "pipeline.stages=1", "checkpoint.keep=3")
+    assert_equal_weights(runs.weights("run"), reference.weights("synchronous"))
+    newest = checkpoint.committed(runs.folder / "run" / "checkpoints")[0]
+    (newest / "manifest.json").unlink()
+    runs.train("run", f"pipeline.schedule={schedule}", "pipeline.stages=2", "checkpoint.keep=3")
+    assert runs.events("run", "start")[-1]["step"] == 8
+    assert_equal_weights(runs.weights("run"), reference.weights("synchronous"))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

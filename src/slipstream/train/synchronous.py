@@ -24,6 +24,7 @@ from slipstream.distributed import World
 from slipstream.errors import UserError
 from slipstream.optim.corrections import build_correction
 from slipstream.pipeline import state as states
+from slipstream.pipeline.checks import split_shared
 from slipstream.pipeline.engine import Engine
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.mesh import Mesh
@@ -58,6 +59,11 @@ class Synchronous(Engine):
         indices = held_by(pipeline.schedule, rank, config.stages)
         self._m = pipeline.microbatches
         modules = build.stage_modules(config, model, count, indices, device)
+        if not isinstance(model, OwnModel):
+            for module in modules:
+                split_shared(
+                    module
+                )  # tied weights are tensors of their own at every depth; `_ties` joins them
         group, data_group = mesh_groups(world, config.stages)
         bank_dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else None
         nothing_old = Cutover(self._m, 0, always)
