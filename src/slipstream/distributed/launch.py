@@ -169,6 +169,8 @@ class _Worker:
         ours, theirs = socket.socketpair()
         environment = {**os.environ, **extra}
         environment.setdefault("OMP_NUM_THREADS", "1")  # one intra-op thread: the bits depend on it
+        # Of a rank that leaves, its store's other users write a page of C++ frames before anyone can say why.
+        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # ranks we start talk over loopback only
         environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         # Born with them blocked: a stop asked for while a worker starts waits for the job that can answer it.
