@@ -344,6 +344,17 @@ def test_from_flushed_to_delayed_continues_by_the_rule(runs):
     assert_equal_weights(runs.weights("one"), runs.weights("two"))
 
 
+@pytest.mark.parametrize(
+    "other", [["model.experts=4", "model.experts_per_token=2"], ["model.tied=false"], ["model.ffn=48"]]
+)
+def test_a_fork_of_another_model_is_refused_by_the_key_that_makes_it_one(runs, other):
+    runs.train("run", "pipeline.schedule=emulate", "train.steps=4")
+    fork = f"run.fork_from={runs.folder / 'run'}"
+    with pytest.raises(UserError, match=rf"weights of another model:\n  - {other[0].partition('=')[0]}: "):
+        runs.train("fork", "pipeline.schedule=emulate", fork, *other)
+    assert runs.steps("fork") == []
+
+
 def test_a_fork_goes_on_with_other_settings(runs, reference):
     runs.train("run", "pipeline.schedule=emulate")
     before = runs.weights("run")

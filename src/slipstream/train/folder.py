@@ -261,6 +261,10 @@ def _set_aside(folder: Path, config: Config) -> list[str]:
     return [f"'{folder}' held the log of another run without a checkpoint. It is kept as '{aside.name}'."]
 
 
+# What decides which weights a model has, and their shapes.
+_SHAPES = ("vocab", "dim", "layers", "heads", "kv_heads", "head_width", "ffn", "tied", "qk_norm", "experts")
+
+
 def _begin(folder: Path, config: Config, new: Plan, notes: list[str]) -> Plan:
     """No checkpoint here: a new run, from initial weights or from another run's checkpoint."""
     notes += _set_aside(folder, config)
@@ -276,8 +280,14 @@ def _begin(folder: Path, config: Config, new: Plan, notes: list[str]) -> Plan:
         )
     stored = from_tree(manifest.says("config", dict))
     config = cutovers.with_cutover(config, stored)
+    changed = cutovers.changes(stored, config)
+    if other := [change for change in changed if change.name in {f"model.{key}" for key in _SHAPES}]:
+        lines = "\n".join(f"  - {change}" for change in other)
+        raise UserError(
+            f"run.fork_from has weights of another model:\n{lines}\nGive the model it was trained with."
+        )
     notes.append(f"Forked from {path} (step {manifest.step}).")
-    notes += [f"Changed in the fork: {change}." for change in cutovers.changes(stored, config)]
+    notes += [f"Changed in the fork: {change}." for change in changed]
     return replace(
         new,
         step=manifest.step,
