@@ -93,7 +93,7 @@ def test_a_corrupted_tied_weight_stops_the_run(runs, monkeypatch):
         runs.train("run", "pipeline.schedule=emulate", "health.hash_every=3")
 
 
-@pytest.mark.parametrize("ages", ["pipeline.delay=[2,1]", "pipeline.delay=[1,0]", "pipeline.cutover=[4,0]"])
+@pytest.mark.parametrize("ages", ["pipeline.delay=[2,1]", "pipeline.cutover=[4,0]"])
 def test_a_tied_weight_of_two_ages_has_not_diverged(runs, ages):
     runs.train("run", "pipeline.schedule=emulate", ages, "model.tied=true", "health.hash_every=1")
     assert runs.steps("run") == list(range(1, 13))
