@@ -27,6 +27,7 @@ gc.disable()  # until all is imported, which is never garbage
 # Begun first where several processes share the tests: one that is begun last is waited for by one core alone.
 LONGEST = (
     "train/test_trainer.py", "study/test_run.py", "train/test_health.py", "pipeline/test_placement.py",
+    "train/test_torch_schedules.py", "pipeline/test_depth_trial.py", "distributed/test_launch.py",
     "pipeline/test_cutover_engine.py", "train/test_signals.py", "pipeline/test_waits.py", "pipeline/test_cutover.py",
     "test_cli.py", "pipeline/test_runtime.py", "train/test_in_memory.py", "train/test_elastic.py", "test_readme.py",
     "optim/test_delay.py", "pipeline/test_models.py", "train/test_extras.py", "train/test_stalled.py",
