@@ -242,6 +242,12 @@ def test_other_impossible_wishes(forced, words):
         plan(job(**forced))
 
 
+def test_very_many_microbatches_are_planned_only_where_they_are_forced():
+    short = replace(job(batch=2**18), sequence=2)
+    assert max(shape.microbatches for shape in shapes(short)) == 4096
+    assert {shape.microbatches for shape in shapes(replace(short, microbatches=8192))} == {8192}
+
+
 def test_a_model_that_cannot_fit_says_what_it_needs_and_what_would_do():
     with pytest.raises(UserError, match=r"do not fit on 2 x a100-40g.*needs [\d.]+ GiB per device") as caught:
         plan(job("moe-10b", 2))

@@ -24,9 +24,7 @@ from slipstream.bench.work import Work
 from slipstream.distributed import RankPool
 from slipstream.errors import UserError, did_you_mean
 
-WARM_UP_UPDATES = (
-    4  # on a CPU our schedule has chosen its depth by then; on a GPU it takes what it needs (`sample.py`)
-)
+WARM_UP_UPDATES = 4  # at least: until our schedule has chosen its depth (`sample.py`)
 ALONE_UPDATES = 3  # where they show memory only
 SHARE_TOGETHER = 0.7  # of a GPU's memory; the rest is for what allocators keep in pieces
 ROUNDS_TOGETHER = 5

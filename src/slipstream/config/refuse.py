@@ -83,9 +83,8 @@ def _optim(config: Config) -> Iterator[str]:
         yield "optim.name: " + unknown("optimizer", optim.name, OPTIMIZERS)
     if correction not in CORRECTION_NAMES and ":" not in correction:  # with a colon: the place of a class
         yield "optim.correction: " + unknown("correction", correction, CORRECTION_NAMES)
-    if (
-        not config.late and correction != "none" and pipeline.schedule != "2bw"
-    ):  # whose delay is looked at elsewhere
+    # The delay of 2bw is looked at elsewhere.
+    if not config.late and correction != "none" and pipeline.schedule != "2bw":
         other = "pipeline.schedule=2bw" if config.synchronous else "pipeline.delay=1"
         yield (
             f"optim.correction = '{correction}' cannot take effect: pipeline.schedule = '{pipeline.schedule}' "

@@ -38,7 +38,7 @@ OCCUPANCY_MICROBATCHES = 4  # times P: by then every schedule but gpipe holds it
 # By which the allocator's blocks exceed what is in them, for each layer and microbatch (docs/notes/memory.md).
 BLOCKS_BYTES = 3 << 20
 
-MOST_MICROBATCHES = 4096  # with more a bubble is as good as none, and simulating them takes minutes
+MOST_MICROBATCHES = 4096  # unless more are forced: a bubble is as good as none, and simulating takes minutes
 Cut = tuple[Layers, ...]
 Most = tuple[
     tuple[int, int], ...
@@ -57,11 +57,9 @@ def shapes(job: Job) -> Iterator[Shape]:
         data_ranks = devices // stages
         for size in _sizes(job, data_ranks):
             microbatches, rest = divmod(job.sequences, data_ranks * size)
-            if (
-                rest
-                or not 1 <= microbatches <= MOST_MICROBATCHES
-                or job.microbatches not in (None, microbatches)
-            ):
+            if rest or not 1 <= microbatches <= (job.microbatches or MOST_MICROBATCHES):
+                continue
+            if job.microbatches not in (None, microbatches):
                 continue
             for name in names:
                 yield from _variants(name, stages, data_ranks, microbatches, size, job.config.layers)
