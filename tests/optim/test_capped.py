@@ -92,6 +92,21 @@ def test_capped_adamw_in_batches_as_on_a_gpu(monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+def test_equal_shapes_share_a_batch_unless_bits_may_not_depend_on_it():
+    shapes = [(4, 6), (4, 6), (6, 4)]
+
+    def sizes(device):
+        params = [nn.Parameter(torch.empty(shape, device=device)) for shape in shapes]
+        return [len(batch) for batch in capped._together(params)]
+
+    assert (sizes("meta"), sizes("cpu")) == ([2, 1], [1, 1, 1])
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert sizes("meta") == [1, 1, 1]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_capped_adamw_takes_narrow_weights_also_after_a_reload():
     module = nn.Sequential(nn.Linear(6, 6, bias=False)).bfloat16()
     optimizer = build("adamw_capped", module)

@@ -28,6 +28,26 @@ def test_equal_shapes_share_a_stack_and_views_find_their_places():
         assert torch.equal(memory, whole)
 
 
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_where_torch_is_deterministic_no_matrix_shares_a_product_of_the_vendors(deterministic, monkeypatch):
+    """It picks a kernel by how many there are. Ours are cut alike in every stack, and on a CPU all are."""
+    like = [
+        torch.empty(shape, device="meta")
+        for shape in (*SHAPES, (960, 2560), (960, 2560), (2560, 960), (2560, 960))
+    ]
+    apart = [[0], [2], [1], [5], [3], [6], [4], [8]]
+    assert [stack.indices for stack in stacks(like)] == [*apart, [9], [10], [11], [12]]
+    monkeypatch.setattr(newton_schulz, "runs_on", lambda device: True)
+    assert [stack.indices for stack in stacks(like)] == [*apart, [9, 10], [11, 12]]
+    assert len(stacks([torch.empty(shape) for shape in SHAPES])) == 4
+
+
 def test_a_layout_is_kept_while_the_same_parameters_have_gradients(monkeypatch):
     made = []
     monkeypatch.setattr(muon, "group_matrices", lambda *args: made.append(1) or group_matrices(*args))

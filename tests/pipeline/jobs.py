@@ -249,6 +249,15 @@ def on_gpu(world, groups=10, backend=None, cutover=M):
     return losses, emulated, dist.get_backend()
 
 
+def deterministic(world, job, *given, **named):
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+    torch.use_deterministic_algorithms(True)
+    try:
+        return globals()[job](world, *given, **named)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def halves(world, optimizer, device="cuda", groups=8):
     """Losses of a small language model with bf16 banks and half of a group old: with a master in halves, with a plain
     one, and of the emulator (on rank 0)."""

@@ -32,6 +32,11 @@ def test_a_master_in_halves_gives_the_bits_of_a_plain_one(pool, stages, optimize
         assert losses["plain"] == pytest.approx(results[0]["emulated"], rel=1e-3)
 
 
+def test_where_torch_is_deterministic_four_stages_have_the_bits_of_one(pool):
+    results = pool.run("pipeline.jobs:deterministic", "halves", "muon", ranks=4)
+    assert results[-1]["plain"] == results[-1]["halves"] == results[0]["emulated"]
+
+
 @pytest.mark.parametrize("backend", ["gloo", "slipstream_staged"])
 def test_stages_staged_through_the_host_match_the_emulator(pool, backend):
     results = pool.run("pipeline.jobs:on_gpu", backend=backend, ranks=2)

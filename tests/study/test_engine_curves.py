@@ -48,16 +48,18 @@ def test_curves_are_compared_within_a_seed(study, tmp_path, monkeypatch, capsys)
     lines = [
         line(study.EMULATOR, 0, [3.0, 2.0]),
         line(study.ENGINE, 0, [3.5, 2.25]),
-        line(study.AGAIN, 0, [3.0, 1.75]),
+        line(study.EMULATOR_AGAIN, 0, [3.0, 1.75]),
         line(study.EMULATOR, 1, [9.0, 8.0]),
         line(study.ENGINE, 1, [9.0, 8.0]),
         line(study.ENGINE, 2, [5.0, 4.0]),  # whose pair is yet to be run
+        line(study.ENGINE_AGAIN, 2, [5.0, 4.0]),
     ]
     (tmp_path / "engine.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     monkeypatch.setattr(sys, "argv", ["engine.py", str(tmp_path), "--table"])
     study.main()
     rows = capsys.readouterr().out.splitlines()[2:]
     assert rows == [
-        "| 4 | engine and emulator | 2 | 0.37500, 0.00000 | 0.25000, 0.00000 | +0.25000, +0.00000 |",
-        "| 4 | emulator again and emulator | 1 | 0.12500 | 0.25000 | -0.25000 |",
+        "| 4 | engine and emulator | 2 | 0 of 2, 2 of 2 | 0.37500, 0.00000 | 0.25000, 0.00000 | +0.25000, +0.00000 |",
+        "| 4 | engine again and engine | 1 | 2 of 2 | 0.00000 | 0.00000 | +0.00000 |",
+        "| 4 | emulator again and emulator | 1 | 1 of 2 | 0.12500 | 0.25000 | -0.25000 |",
     ]

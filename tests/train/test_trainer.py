@@ -23,7 +23,6 @@ from slipstream.config import load, resolve
 from slipstream.errors import CheckpointError, StageError, UserError
 from slipstream.metrics.record import Recorder
 from slipstream.train import checkpoint, folder
-from slipstream.train.assemble import float32_products
 from slipstream.train.preflight import torch_release
 from slipstream.train.trackers import open_trackers
 
@@ -54,16 +53,6 @@ def forget_after(runs, step):
     for path in (runs.folder / "run" / "checkpoints").iterdir():
         if path.is_dir() and int(path.name.rpartition("-")[2]) > step:
             shutil.rmtree(path)
-
-
-def test_a_narrow_run_leaves_float32_products_as_it_found_them():
-    """A study's process trains one run after another: those in float32 must not depend on what came before."""
-    before = torch.get_float32_matmul_precision()
-    with float32_products("float32"):
-        assert torch.get_float32_matmul_precision() == before
-    with float32_products("bfloat16"):
-        assert torch.get_float32_matmul_precision() == "high"
-    assert torch.get_float32_matmul_precision() == before
 
 
 def test_validation_and_logging_do_not_change_the_trajectory(runs, reference):

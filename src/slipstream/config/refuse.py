@@ -325,6 +325,11 @@ def _train(config: Config) -> Iterator[str]:
             f"train.cuda_graphs records one set of weights, and pipeline.mismatch = {config.pipeline.mismatch} gives "
             "a backward another. Drop one of them."
         )
+    if train.deterministic and train.attention == "cudnn":
+        yield (
+            "train.attention = cudnn cannot take effect with train.deterministic: its backward adds in any order. Drop "
+            "one of them."
+        )
     if train.chunked_loss and not _can_chunk(config):
         yield (
             "train.chunked_loss is for models of ours on the 2bw or emulate schedule, in float32 or bfloat16, with no "

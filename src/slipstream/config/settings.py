@@ -205,6 +205,9 @@ class TrainSettings(Settings):
     attention: Literal["auto", "cudnn", "flash"] = _layout(
         "auto", "attention kernel on a GPU to try first; auto: as torch orders them"
     )
+    deterministic: bool = _layout(
+        False, "on GPUs: only kernels that give the same bits every time, which are slower; a CPU always does"
+    )
     chunked_loss: bool = _layout(
         False, "logits are made and differentiated some rows at a time: less memory, equal to rounding"
     )

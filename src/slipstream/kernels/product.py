@@ -19,7 +19,7 @@ def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """out[n] ← A[n] B[n] for contiguous A [N, M, K], B [N, K, C] in half precision; `out` is neither."""
     count, m, k = a.shape
     columns = b.shape[2]
-    if not (runs_on(a.device) and _in_tiles(a.dtype, m, k, columns)):
+    if not (runs_on(a.device) and product_in_tiles(a.dtype, m, k, columns)):
         return torch.bmm(a, b, out=out)
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -35,7 +35,7 @@ def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def _in_tiles(dtype: torch.dtype, m: int, k: int, columns: int) -> bool:
+def product_in_tiles(dtype: torch.dtype, m: int, k: int, columns: int) -> bool:
     """Whether the kernel takes it: rows begin on 16 bytes, and a step ends with its matrix."""
     half = dtype in (torch.bfloat16, torch.float16)
     return half and min(m, columns) > SMALL and k % _STEP == 0 and columns % 8 == 0

@@ -98,11 +98,12 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _together(parameters: list[Parameter]) -> list[list[Parameter]]:
-    """On a GPU equal shapes in one batch: small factorisations are slow one by one there. On a CPU each by itself, so
-    that a matrix's bits do not depend on which others its stage holds."""
+    """On a GPU equal shapes in one batch: small factorisations are slow one by one there. On a CPU, and where torch is
+    to be deterministic, each by itself, so that a matrix's bits do not depend on which others its stage holds."""
     found: dict[object, list[Parameter]] = {}
+    apart = torch.are_deterministic_algorithms_enabled()
     for parameter in parameters:
-        key = (parameter.shape, parameter.dtype) if parameter.is_cuda else id(parameter)
+        key = id(parameter) if apart or parameter.device.type == "cpu" else (parameter.shape, parameter.dtype)
         found.setdefault(key, []).append(parameter)
     most = [max(1, MOST_ELEMENTS // max(1, batch[0].numel())) for batch in found.values()]
     return [

@@ -11,7 +11,8 @@ Invariant: what comes out for one matrix does not depend on which others share i
 products and per-matrix norms are used, which on one CPU thread give the same bits at every N. So a stage
 split, which changes what is stacked with what, changes no bit. (A plain `mm` rounds differently on small
 matrices.) On a GPU it holds for matrices whose products are ours (`kernels/product.py`, `symmetric.py`: sides of more
-than 512, multiples of 64); for others the vendor's library picks a kernel by N, and a split may change last bits.
+than 512, multiples of 64). For others the vendor's library picks a kernel by N, and a split may change last bits; under
+`torch.use_deterministic_algorithms` each of them has a stack of its own.
 
 On a GPU with Triton the same polynomial is evaluated with fewer and cheaper products. The iteration multiplies X from
 the left by polynomials in its own Gram matrix. They all commute, so the Gram matrix can be iterated alone and X
@@ -41,8 +42,8 @@ from torch import Tensor
 
 from slipstream.kernels.compiler import MOST_MATRICES, launching_on, runs_on
 from slipstream.kernels.normalise import normalised
-from slipstream.kernels.product import product
-from slipstream.kernels.symmetric import programs_at_once, symmetric_product, tiles
+from slipstream.kernels.product import product, product_in_tiles
+from slipstream.kernels.symmetric import in_tiles, programs_at_once, symmetric_product, tiles
 from slipstream.lists import norms
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -197,11 +198,25 @@ def stacks(like: Sequence[Tensor]) -> list[Stack]:
         first = like[indices[0]]
         limit = _STACK_ELEMENTS.get(first.device.type, _STACK_ELEMENTS["cuda"])
         pieces = max(1, round(sum(like[i].numel() for i in indices) / limit))
-        size = -(-len(indices) // pieces)
+        size = 1 if _apart(first) else -(-len(indices) // pieces)
         for start in range(0, len(indices), size):
             part = indices[start : start + size]
             found.append(Stack(part, [like[i].shape for i in part], compute_dtype(first), first.device))
     return found
+
+
+def _apart(matrix: Tensor) -> bool:
+    """Whether its bits would depend on its stack, and must not."""
+    if matrix.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
+        return False
+    rows, columns = matrix.shape[-2:]
+    side = min(rows, columns)
+    ours = (
+        in_tiles(torch.float16, side, max(rows, columns), tall=rows > columns)
+        and in_tiles(torch.float16, side, side, tall=False)
+        and product_in_tiles(torch.float16, rows, side, columns)
+    )
+    return not (ours and runs_on(matrix.device))
 
 
 def orthogonal_stacks(

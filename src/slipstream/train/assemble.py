@@ -18,10 +18,10 @@ from slipstream.distributed import World
 from slipstream.metrics.progress import Show
 from slipstream.metrics.record import Recorder, has_event
 from slipstream.metrics.throughput import Meter, peak_flops
-from slipstream.models.attention import attention_kernel
 from slipstream.models.sizes import ModelConfig, flops_per_token, parameters
 from slipstream.train import build, checkpoint
 from slipstream.train import folder as folders
+from slipstream.train.arithmetic import arithmetic
 from slipstream.train.batches import Share
 from slipstream.train.board import Board
 from slipstream.train.claim import claim_memory
@@ -66,8 +66,7 @@ def assemble(
     device = build.device(config, 0 if world is None else world.local_rank)
     train_data, valid_data = datasets(config, data)
     with ExitStack() as stack:
-        stack.enter_context(float32_products(config.train.dtype))
-        stack.enter_context(attention_kernel(config.train.attention))
+        stack.enter_context(arithmetic(config.train))
         engine = stack.enter_context(engine_of(config, model, world, device))
         if plan.source is not None:
             load_into(engine, Path(plan.source), config)
@@ -137,20 +136,6 @@ def assemble(
             root=folders.checkpoints(Path(config.run.dir)),
             tied=("embedding.weight", "head.weight") if isinstance(model, ModelConfig) and model.tied else (),
         )
-
-
-@contextmanager
-def float32_products(dtype: str) -> Iterator[None]:
-    """What a narrow run leaves in float32 (the optimizer's) may take TF32. Not what its process trains next."""
-    if dtype == "float32":
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _first_checkpoint(config: Config, plan: Plan) -> int | None:
