@@ -149,9 +149,10 @@ def main() -> None:
         ends = time.monotonic() + given.seconds
         runs = [
             Run(kind, int(cutover), int(seed))
+            for kinds in ((EMULATOR, ENGINE), (EMULATOR_AGAIN, ENGINE_AGAIN))
             for seed in given.seeds.split(",")
             for cutover in given.cutovers.split(",")
-            for kind in (EMULATOR, ENGINE, EMULATOR_AGAIN, ENGINE_AGAIN)
+            for kind in kinds
         ]
 
         def one(run: Run) -> None:
