@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tests.train.conftest import assert_equal_weights
 
 from slipstream.errors import UserError
 from slipstream.models.loss import TokenLoss
@@ -20,22 +21,21 @@ TOKENS = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(0
 
 
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch):
-    """Rounded to fp8 and multiplied in float32."""
-    config = pytest.importorskip("torchao.float8").Float8LinearConfig
-    monkeypatch.setattr(fp8, "_options", lambda recipe: config(emulate=True))
+def library():
+    pytest.importorskip("torchao.float8")
 
 
 def exchanged(model):
     return {name for name, part in model.named_modules() if type(part).__name__ == "Float8Linear"}
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("shape", [SHAPE, ROUTED])
-def test_hidden_matrices_are_multiplied_in_fp8_and_nothing_else_changes(shape):
+def test_hidden_matrices_are_multiplied_in_fp8_and_nothing_else_changes(shape, recipe):
     plain = build_model(shape, 0)
     model = copy.deepcopy(plain)
     before = list(model.named_parameters())
-    fp8.in_fp8(model, "tensorwise")
+    fp8.in_fp8(model, recipe)
     parts = ["attention.q", "attention.k", "attention.v", "attention.o"]
     parts += [] if shape.experts else ["mlp.gate", "mlp.up", "mlp.down"]
     assert exchanged(model) == {f"layers.{i}.{part}" for i in range(2) for part in parts}
@@ -90,8 +90,19 @@ def test_stages_compute_what_the_whole_model_computes():
 
 
 def test_where_it_cannot_be_had_it_is_refused(monkeypatch):
+    fp8.check_fp8(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(UserError, match=r"compute capability 8\.9"):
-        fp8.check_fp8(torch.device("cpu"))
+        fp8.check_fp8(torch.device("cuda", 0))
     monkeypatch.setattr(fp8, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"torchao, which is not installed.*\[fp8\]"):
         fp8.check_fp8(torch.device("cpu"))
+
+
+def test_a_run_on_a_cpu_emulates_it_at_any_number_of_stages(runs, reference):
+    words = ["train.fp8=rowwise"]
+    runs.train("two", "pipeline.stages=2", *words)
+    runs.train("one", "pipeline.schedule=emulate", *words)
+    assert_equal_weights(runs.weights("two"), runs.weights("one"))
+    plain = reference.weights("2bw")
+    assert any(not torch.equal(plain[name], weight) for name, weight in runs.weights("two").items())

@@ -303,10 +303,12 @@ def _train(config: Config) -> Iterator[str]:
             f"train.gradient_dtype = '{train.gradient_dtype}' goes with train.dtype=bfloat16 and the 2bw or emulate "
             "schedule only. Drop it."
         )
-    if train.fp8 and (train.dtype == "float32" or train.device == "cpu" or config.own_model):
+    if train.fp8 and config.own_model:
+        yield f"train.fp8 = '{train.fp8}' is for models of ours. Drop it."
+    elif train.fp8 and train.dtype == "float32" and train.device != "cpu":
         yield (
-            f"train.fp8 = '{train.fp8}' is for GPUs and models of ours, and goes with train.dtype=bfloat16 or "
-            "bfloat16_autocast: its results are bfloat16. Set that, or drop it."
+            f"train.fp8 = '{train.fp8}' goes with train.dtype=bfloat16 or bfloat16_autocast on a GPU: its results are "
+            "bfloat16. Set that, or train.device=cpu, where it is emulated in float32."
         )
     if train.cuda_graphs and train.device == "cpu":
         yield "train.cuda_graphs records what a GPU runs; with train.device = 'cpu' it cannot take effect. Drop it."

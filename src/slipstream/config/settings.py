@@ -189,7 +189,8 @@ class TrainSettings(Settings):
     )
     fp8: Literal["tensorwise", "rowwise"] | None = _field(
         None,
-        "products of hidden matrices in fp8, by torchao: operands scaled as a whole, or by row (more exact, slower)",
+        "products of hidden matrices in fp8, by torchao: operands scaled as a whole, or by row (more exact, slower); "
+        "emulated on a CPU",
     )
     compile: bool | Literal["layers", "stage"] = _layout(
         False, "torch.compile every replica: each layer, the whole stage, or (true) what suits its depth"

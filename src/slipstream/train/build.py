@@ -62,8 +62,9 @@ def device(config: Config, local_rank: int = 0) -> torch.device:
                 f"train.dtype = '{config.train.dtype}' needs a GPU: bfloat16 on a CPU is unusably slow. "
                 "Set train.dtype=float32."
             )
-        return torch.device("cpu")
-    where = device_for(local_rank)
+        where = torch.device("cpu")
+    else:
+        where = device_for(local_rank)
     if config.train.fp8:
         check_fp8(where)
     return where
@@ -183,7 +184,7 @@ def preparation(config: Config) -> Callable[[nn.Module], Any] | None:
     """What is applied to each replica and the master: fp8, compilation, autocast if weights are wider, CUDA graphs."""
     train = config.train
     recorded = train.cuda_graphs and config.pipeline.schedule != "emulate"  # which records more than a stage
-    if not train.compile and train.dtype == "float32" and not recorded:
+    if not (train.compile or train.fp8 or recorded) and train.dtype == "float32":
         return None
     graphs = stage_graphs() if recorded else None
 

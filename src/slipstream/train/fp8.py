@@ -4,12 +4,14 @@ are bfloat16.
 Weights, their gradients and everything between two products stay as `train.dtype` has them, so banks, master,
 optimizer and checkpoints know nothing of it. The head, the products inside attention and routed experts are not
 computed so. A forward of validation computes as one of training does.
+
+On a CPU torchao emulates it, for studies of the loss: operands are rounded to fp8 and multiplied in float32.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +26,7 @@ def check_fp8(device: torch.device) -> None:
     """Refuse where it cannot be had."""
     if find_spec("torchao") is None:
         raise UserError(f"train.fp8 needs torchao, which is not installed. {install('fp8')}")
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         raise UserError(
             "train.fp8 needs a GPU that multiplies in fp8 (compute capability 8.9 or later, as H100 or L40). Drop it."
         )
@@ -32,9 +34,11 @@ def check_fp8(device: torch.device) -> None:
 
 def in_fp8(module: nn.Module, recipe: str) -> None:
     """Exchange the linear layers of a replica for such; parameters and their names stay."""
-    from torchao.float8 import convert_to_float8_training  # seconds to import
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # seconds to import
 
-    convert_to_float8_training(module, module_filter_fn=suits, config=_options(recipe))
+    emulated = not any(parameter.is_cuda for parameter in module.parameters())
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulated)
+    convert_to_float8_training(module, module_filter_fn=suits, config=config)
 
 
 def suits(module: nn.Module, name: str) -> bool:
@@ -42,9 +46,3 @@ def suits(module: nn.Module, name: str) -> bool:
     if not isinstance(module, nn.Linear) or not name.startswith("layers.") or name.endswith("router"):
         return False
     return module.in_features % SIDE == 0 and module.out_features % SIDE == 0
-
-
-def _options(recipe: str) -> Any:
-    from torchao.float8 import Float8LinearConfig
-
-    return Float8LinearConfig.from_recipe_name(recipe)
