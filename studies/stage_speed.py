@@ -1,4 +1,4 @@
-"""What makes a stage faster: every candidate on every shape, in turns in one process, beside compiled transformers.
+"""What makes a stage faster: every candidate on every shape, in turns in one process, beside compiled rivals.
 
     python studies/stage_speed.py OUT.jsonl --seconds 1500 [--shapes 360m-1024,moe] [--candidates base,cudnn] [--tiny]
 
@@ -83,7 +83,7 @@ CANDIDATES = {
     "fp8_rowwise": Candidate((FP8_BY_ROW,)),
     "graphs": Candidate((GRAPHS,)),  # seven updates before anything is timed
 }
-RIVAL, STEPS = "hf_compiled", "optimizer_steps"
+RIVALS, STEPS = ("hf_compiled", "titan_compiled"), "optimizer_steps"
 
 
 _INITIALISE = "slipstream.models.stages.initialise"
@@ -103,9 +103,9 @@ def measured(shape: Setting, name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="stage-speed-") as folder, mock.patch(_INITIALISE, quickly):
         data = Path(folder) / "data"
         train.write_tokens(data, shape)
-        if name == RIVAL:
+        if name in RIVALS:
             setting = replace(shape, rival_rows=max(1, shape.rows // 2))
-            found = train_contenders.measure_transformers(setting, data, compiled=shape.compiled)
+            found = train_contenders.measure_rival(name, setting, data, rehearsed=not shape.compiled)
         else:
             setting = setting_of(shape, CANDIDATES[name])
             with blas(CANDIDATES[name].blas if shape.device == "cuda" else "default"):
@@ -165,7 +165,7 @@ def jobs(shapes: dict[str, Setting], names: list[str]) -> dict[tuple[str, str], 
             dense = not PRESETS[shape.model].experts
             if name == STEPS and dense:
                 found[shape.model, name] = lambda shape=shape: steps(shape.model, shape.device)
-            elif name != STEPS and (dense or name != RIVAL):
+            elif name != STEPS and (dense or name not in RIVALS):
                 found[key, name] = lambda shape=shape, name=name: measured(shape, name)
     return found
 
@@ -204,7 +204,7 @@ def run(
 def all_names(tiny: bool) -> list[str]:
     """Everything there is to measure; of a rehearsal, what a CPU can do in seconds."""
     names = [name for name, one in CANDIDATES.items() if not (tiny and ON_A_GPU & set(one.overrides))]
-    return ["base", RIVAL, STEPS, *names[1:]]
+    return ["base", *RIVALS, STEPS, *names[1:]]
 
 
 def main() -> None:

@@ -12,6 +12,8 @@ from scripts import loaded
 from slipstream.config.resolve import model_config
 from slipstream.models.sizes import PRESETS
 
+RIVAL = "hf_compiled"
+
 
 @pytest.fixture(scope="module")
 def study():
@@ -30,13 +32,13 @@ def test_a_rehearsal_measures_every_candidate_and_outlives_one_that_fails(study,
         study.optim, "CONTENDERS", {study.optim.OURS: study.optim.CONTENDERS[study.optim.OURS]}
     )
     out = tmp_path / "out.jsonl"
-    names = ["base", "broken", study.RIVAL, study.STEPS, "chunked_loss_rows_x2"]
+    names = ["base", "broken", RIVAL, study.STEPS, "chunked_loss_rows_x2"]
     study.run(out, 1e5, study.TINY, names, turns=1)
     rows = {(row["shape"], row["candidate"]): row for row in rows_of(out)}
     assert "train.steps" in rows["dense", "broken"]["error"]
-    assert ("moe", study.RIVAL) not in rows  # it is dense
+    assert ("moe", RIVAL) not in rows  # it is dense
     assert rows["cpu-default", study.STEPS]["contenders"][study.optim.OURS]["ms"] > 0
-    for name in ("base", "chunked_loss_rows_x2", study.RIVAL):
+    for name in ("base", "chunked_loss_rows_x2", RIVAL):
         row = rows["dense", name]
         assert row["tokens_per_second"] == pytest.approx(64 / row["step_seconds"])
         assert sum(row["shares"].values()) == pytest.approx(1)
@@ -77,7 +79,7 @@ def test_updates_are_as_large_as_such_models_are_trained_with(study):
 
 
 def test_a_rehearsal_leaves_out_what_only_a_gpu_can_do(study):
-    assert set(study.all_names(tiny=False)) == {*study.CANDIDATES, study.RIVAL, study.STEPS}
+    assert set(study.all_names(tiny=False)) == {*study.CANDIDATES, *study.RIVALS, study.STEPS}
     names = study.all_names(tiny=True)
     assert names[0] == study.all_names(tiny=False)[0] == "base"
     for name in set(names) & set(study.CANDIDATES):

@@ -27,6 +27,7 @@ from slipstream.metrics.breakdown import (
     PRODUCTS,
     RECORDED,
 )
+from slipstream.models.sizes import PRESETS, parameters
 
 TOY = Setting("cpu-default", 16, microbatches=2, rows=2, device="cpu", compiled=False, steps=2, warmup=1)
 
@@ -74,16 +75,19 @@ def test_a_step_with_delay_never_waits_for_all_that_is_queued(data, tmp_path, mo
     train_contenders.measure_ours(setting, data, tmp_path, delayed=True)
 
 
-def test_the_rival_has_the_same_shapes(data, monkeypatch):
-    pytest.importorskip("transformers")
+@pytest.mark.parametrize(
+    ("name", "library"), [("hf_eager", "transformers"), ("titan_compiled", "torchtitan.models.llama3")]
+)
+def test_a_rival_has_the_same_shapes(data, monkeypatch, name, library):
+    pytest.importorskip(library)
     made = []
-    build = train_contenders._model
-    monkeypatch.setattr(train_contenders, "_model", lambda *args: made.append(build(*args)) or made[-1])
-    found = train_contenders.measure_transformers(TOY, data, compiled=False)
+    build, *how = train_contenders.RIVALS[name]
+    remembered = (lambda *args: made.append(build(*args)) or made[-1], *how)
+    monkeypatch.setitem(train_contenders.RIVALS, name, remembered)
+    found = train_contenders.measure_rival(name, TOY, data, rehearsed=True)
     assert (found.rows, found.microbatches) == (2, 2)
-    from slipstream.models.sizes import PRESETS, parameters
-
-    assert sum(p.numel() for p in made[0].parameters()) == parameters(PRESETS["cpu-default"])
+    assert sum(p.numel() for p in made[0].module.parameters()) == parameters(PRESETS["cpu-default"])
+    assert all(p.isfinite().all() for p in made[0].module.parameters())
 
 
 def test_a_profile_tells_where_our_time_goes(data, tmp_path, capsys):
@@ -137,16 +141,16 @@ def test_a_rival_that_does_not_fit_gets_smaller_microbatches(data, monkeypatch):
     pytest.importorskip("transformers")
     tried, measure = [], train_contenders._measure
 
-    def full(setting, *rest):
+    def full(name, setting, *rest):
         tried.append((setting.rows, setting.microbatches))
         if setting.rows > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return measure(setting, *rest)
+        return measure(name, setting, *rest)
 
     monkeypatch.setattr(train_contenders, "_measure", full)
     # A CPU may be slow in bfloat16.
     small = replace(TOY, rival_rows=4, steps=1, warmup=0, overrides=("model.layers=1", "model.ffn=64"))
-    found = train_contenders.measure_transformers(small, data, compiled=False, narrow=True)
+    found = train_contenders.measure_rival("hf_bf16", small, data, rehearsed=True)
     assert tried == [(4, 1), (2, 2), (1, 4)]
     assert (found.rows, found.microbatches) == (1, 4)
 
@@ -154,7 +158,14 @@ def test_a_rival_that_does_not_fit_gets_smaller_microbatches(data, monkeypatch):
 def test_without_transformers_the_message_says_what_to_do(data, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match="--contenders ours,ours_sync"):
-        train_contenders.measure_transformers(TOY, data, compiled=False)
+        train_contenders.measure_rival("hf_eager", TOY, data)
+
+
+def test_without_torchtitan_the_message_says_what_to_do(data, monkeypatch):
+    for name in [*(name for name in sys.modules if name.startswith("torchtitan.")), "torchtitan"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=r"torchtitan cannot be imported.*leave titan_compiled out"):
+        train_contenders.measure_rival("titan_compiled", TOY, data)
 
 
 def test_a_contender_that_fails_does_not_stop_the_others(capsys, tmp_path):

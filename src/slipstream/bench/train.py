@@ -37,6 +37,7 @@ CONTENDERS = {
     "hf_compiled": "transformers + AdamW, compiled",
     "hf_eager": "transformers + AdamW, eager",
     "hf_bf16": "transformers + AdamW, bfloat16 weights, compiled",
+    "titan_compiled": "torchtitan's Llama + AdamW, compiled",
 }
 USUAL = ("ours", "ours_sync", "hf_compiled", "hf_eager")
 _SHARD_TOKENS = 1 << 21
@@ -106,8 +107,8 @@ def check(setting: Setting, contenders: Sequence[str]) -> None:
     if len(set(contenders)) < len(contenders):
         raise UserError(f"--contenders {','.join(contenders)}: name each of them once.")
     shape = shape_of(setting)  # refuses what no contender could run with
-    if (shape is None or shape.experts) and any(name.startswith("hf_") for name in contenders):
-        raise UserError("The transformers contenders are dense Llamas. Set --contenders ours,ours_sync.")
+    if (shape is None or shape.experts) and any(not name.startswith("ours") for name in contenders):
+        raise UserError("The rivals are dense Llamas. Set --contenders ours,ours_sync.")
 
 
 def write_tokens(folder: Path, setting: Setting) -> None:

@@ -1,8 +1,8 @@
 """One process of `slipstream bench train`: one contender is built, warmed up, timed and thrown away.
 
 *ours* is the trainer, all of it but checkpoints and validation, put together by the functions of `slipstream train`.
-*transformers* is LlamaForCausalLM with AdamW as people train it: float32 weights under bfloat16 autocast on a GPU
-(`narrow`: bfloat16 weights, which is faster and loses small updates), torch's attention and fused AdamW, gradients
+A *rival* is a Llama of another library (`rivals.py`) with AdamW as people train it: float32 weights under bfloat16
+autocast on a GPU (`narrow`: bfloat16 weights, which is faster and loses small updates), torch's fused AdamW, gradients
 accumulated over the same sequences; no clipping and no log, which we have and it is spared.
 """
 
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
+from slipstream.bench.rivals import torchtitan_llama, transformers_llama
 from slipstream.config import Config, load, resolve
 from slipstream.config.resolve import model_config
 from slipstream.data.tokens import TokenDataset
@@ -35,10 +35,16 @@ from slipstream.train import batches
 from slipstream.train import folder as folders
 from slipstream.train.assemble import assemble, position_of
 from slipstream.train.board import Board
-from slipstream.train.export import hugging_face_config
 from slipstream.train.reporter import memory_bytes
 from slipstream.train.timeline import recorder, sizes_of, written
 from slipstream.train.trainer import submit
+
+RIVALS = {  # how it is built, whether it is compiled, whether its weights are narrow
+    "hf_compiled": (transformers_llama, True, False),
+    "hf_eager": (transformers_llama, False, False),
+    "hf_bf16": (transformers_llama, True, True),
+    "titan_compiled": (torchtitan_llama, True, False),
+}
 
 
 @dataclass(frozen=True)
@@ -171,15 +177,15 @@ def measure_ours(setting: Setting, data: Path, folder: Path, *, delayed: bool) -
     return found
 
 
-def measure_transformers(setting: Setting, data: Path, *, compiled: bool, narrow: bool = False) -> Measured:
-    """A microbatch that does not fit into memory is halved, and there are twice as many."""
+def measure_rival(name: str, setting: Setting, data: Path, *, rehearsed: bool = False) -> Measured:
+    """A microbatch that does not fit into memory is halved, and there are twice as many. A rehearsal is not compiled."""
     began = time.perf_counter()
     if setting.rival_rows is not None:
         sequences = setting.rows * setting.microbatches
         setting = replace(setting, rows=setting.rival_rows, microbatches=sequences // setting.rival_rows)
     while True:
         try:
-            return _measure(setting, data, compiled, narrow, began)
+            return _measure(name, setting, data, began, rehearsed)
         except torch.OutOfMemoryError:
             if setting.rows % 2:
                 raise
@@ -197,17 +203,19 @@ def forget() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _measure(setting: Setting, data: Path, compiled: bool, narrow: bool, began: float) -> Measured:
+def _measure(name: str, setting: Setting, data: Path, began: float, rehearsed: bool) -> Measured:
+    build, compiled, narrow = RIVALS[name]
     device = torch.device(setting.device)
     shape = shape_of(setting)
     assert shape is not None, setting  # `bench.train.check` says so
-    model = _model(shape, setting.sequence, device)
-    if narrow:
-        model = model.to(torch.bfloat16)
-    call: Any = torch.compile(model) if compiled else model
     on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.set_float32_matmul_precision("high")
+    rival = build(shape, setting.sequence, device, compiled and not rehearsed)
+    if narrow:
+        rival.module.to(torch.bfloat16)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        rival.module.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
     dataset = TokenDataset(data, "train", setting.sequence, setting.rows * setting.microbatches)
 
@@ -222,28 +230,12 @@ def _measure(setting: Setting, data: Path, compiled: bool, narrow: bool, began: 
             assert inputs is not None
             for tokens in inputs.split(setting.rows):
                 with torch.autocast("cuda", torch.bfloat16) if on_gpu and not narrow else nullcontext():
-                    loss = call(input_ids=tokens, labels=tokens).loss
+                    loss = rival.loss(tokens)
                 (loss / setting.microbatches).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
         return timed(step, settle, setting, began, Sizes.of(shape, setting.rows * setting.sequence))
-
-
-def _model(shape: ModelConfig, sequence: int, device: torch.device) -> nn.Module:
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        raise UserError(
-            "transformers is not installed, so there is nothing to compare with. "
-            "Install it, or set --contenders ours,ours_sync."
-        ) from None
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    described = hugging_face_config(shape, sequence, torch.float32)
-    config = LlamaConfig(**described | {"attn_implementation": "sdpa", "use_cache": False})
-    with device:
-        return LlamaForCausalLM(config).train()
 
 
 def perform(contender: str, setting: Setting, data: Path, folder: Path) -> dict[str, Any]:
@@ -252,8 +244,7 @@ def perform(contender: str, setting: Setting, data: Path, folder: Path) -> dict[
             return asdict(measure_ours(setting, data, folder, delayed=contender == "ours"))
         # The rival gets the attention kernel that our trainer is given.
         with attention_kernel(config_of(setting, data, folder, delayed=True).train.attention):
-            compiled, narrow = contender != "hf_eager", contender == "hf_bf16"
-            return asdict(measure_transformers(setting, data, compiled=compiled, narrow=narrow))
+            return asdict(measure_rival(contender, setting, data))
     except UserError as error:
         return {"error": str(error)}
     except torch.OutOfMemoryError as error:

@@ -138,8 +138,8 @@ def train(
     contenders: Annotated[
         str,
         typer.Option(
-            help="Some of ours, ours_sync, hf_compiled, hf_eager, hf_bf16; by commas.",
-            show_default="all but hf_bf16",
+            help="Some of ours, ours_sync, hf_compiled, hf_eager, hf_bf16, titan_compiled; by commas.",
+            show_default="all but the last two",
         ),
     ] = "ours,ours_sync,hf_compiled,hf_eager",
     rival_rows: Annotated[
