@@ -178,7 +178,10 @@ def measure_ours(setting: Setting, data: Path, folder: Path, *, delayed: bool) -
 
 
 def measure_rival(name: str, setting: Setting, data: Path, *, rehearsed: bool = False) -> Measured:
-    """A microbatch that does not fit into memory is halved, and there are twice as many. A rehearsal is not compiled."""
+    """A microbatch that does not fit into memory is halved, and there are twice as many.
+
+    `rehearsed`: nothing is compiled.
+    """
     began = time.perf_counter()
     if setting.rival_rows is not None:
         sequences = setting.rows * setting.microbatches
