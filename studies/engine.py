@@ -141,6 +141,8 @@ def main() -> None:
     parser.add_argument("--partitions", action="store_true", help="each stage on its share of one GPU")
     parser.add_argument("--table", action="store_true")
     given = parser.parse_intermixed_args()
+    if given.partitions and not Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")).exists():
+        parser.error("--partitions: no CUDA MPS service is running. Start one: nvidia-cuda-mps-control -d")
     file, lock = given.out / "engine.jsonl", Lock()
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     if not given.table:

@@ -87,6 +87,7 @@ def test_options_are_given_one_by_one():
         (["train.gradient_dtype=bfloat16"], "goes with train.dtype=bfloat16"),
         (["train.fp8=rowwise"], "goes with train.dtype=bfloat16 or bfloat16_autocast"),
         (["train.fp8=rowwise", "model.module=a:b"], "is for models of ours"),
+        (["train.fp8=rowwise", "train.device=cpu", "model.dim=40"], "no layer of 40 by"),
         (["pipeline.schedule=zbv", "pipeline.microbatches=7"], "divisible"),
         (["optim.sync_start=0.9", "optim.sync_finish=0.9"], "exceed train.steps"),
         (["optim.name=adamwx"], "Did you mean 'adamw'"),

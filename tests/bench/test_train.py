@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 import pytest
@@ -81,9 +82,15 @@ def test_a_step_with_delay_never_waits_for_all_that_is_queued(data, tmp_path, mo
 def test_a_rival_has_the_same_shapes(data, monkeypatch, name, library):
     pytest.importorskip(library)
     made = []
-    build, *how = train_contenders.RIVALS[name]
-    remembered = (lambda *args: made.append(build(*args)) or made[-1], *how)
-    monkeypatch.setitem(train_contenders.RIVALS, name, remembered)
+    build, compiled = train_contenders.RIVALS[name]
+
+    @contextmanager
+    def remembered(*args):
+        with build(*args) as rival:
+            made.append(rival)
+            yield rival
+
+    monkeypatch.setitem(train_contenders.RIVALS, name, (remembered, compiled))
     found = train_contenders.measure_rival(name, TOY, data, rehearsed=True)
     assert (found.rows, found.microbatches) == (2, 2)
     assert sum(p.numel() for p in made[0].module.parameters()) == parameters(PRESETS["cpu-default"])

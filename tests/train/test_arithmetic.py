@@ -13,13 +13,15 @@ from slipstream.config.settings import TrainSettings
 from slipstream.errors import ConfigError
 from slipstream.train.arithmetic import arithmetic
 
+CPU = torch.device("cpu")
+
 
 def test_a_narrow_run_leaves_float32_products_as_it_found_them():
     """A study's process trains one run after another: those in float32 must not depend on what came before."""
     before = torch.get_float32_matmul_precision()
-    with arithmetic(TrainSettings(dtype="float32")):
+    with arithmetic(TrainSettings(dtype="float32"), CPU):
         assert torch.get_float32_matmul_precision() == before
-    with arithmetic(TrainSettings(dtype="bfloat16")):
+    with arithmetic(TrainSettings(dtype="bfloat16"), CPU):
         assert torch.get_float32_matmul_precision() == "high"
     assert torch.get_float32_matmul_precision() == before
 
@@ -34,7 +36,7 @@ def test_a_deterministic_run_leaves_torch_as_it_found_it(monkeypatch):
         return torch.are_deterministic_algorithms_enabled(), filled, config.deterministic
 
     def interrupted():
-        with arithmetic(TrainSettings(deterministic=True)):
+        with arithmetic(TrainSettings(deterministic=True), torch.device("cuda")):
             assert state() == (True, False, True)
             assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
             raise KeyboardInterrupt
@@ -43,8 +45,13 @@ def test_a_deterministic_run_leaves_torch_as_it_found_it(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert state() == (False, True, False)
-    with arithmetic(TrainSettings()):
-        assert state() == (False, True, False)
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    for settings, device in (
+        (TrainSettings(), torch.device("cuda")),
+        (TrainSettings(deterministic=True), CPU),
+    ):
+        with arithmetic(settings, device):
+            assert state() == (False, True, False)
 
 
 def test_a_deterministic_run_has_the_bits_of_any_other_on_a_cpu(runs, reference):

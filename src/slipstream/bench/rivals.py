@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from slipstream.errors import UserError, install
 from slipstream.models.sizes import ModelConfig
@@ -21,8 +24,12 @@ class Rival:
     loss: Callable[[Tensor], Tensor]  # of token ids [rows, sequence]
 
 
-def transformers_llama(shape: ModelConfig, sequence: int, device: torch.device, compiled: bool) -> Rival:
-    """With torch's attention; compiled as a whole."""
+@contextmanager
+def transformers_llama(
+    shape: ModelConfig, sequence: int, device: torch.device, compiled: bool, narrow: bool = False
+) -> Iterator[Rival]:
+    """With torch's attention, compiled as a whole, float32 weights under autocast on a GPU (`narrow`: bfloat16 weights,
+    which is faster and loses small updates)."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
@@ -33,14 +40,27 @@ def transformers_llama(shape: ModelConfig, sequence: int, device: torch.device, 
     described = hugging_face_config(shape, sequence, torch.float32)
     config = LlamaConfig(**described | {"attn_implementation": "sdpa", "use_cache": False})
     with device:
-        module = LlamaForCausalLM(config).train()
+        module: nn.Module = LlamaForCausalLM(config).train()
+    if narrow:
+        module.to(torch.bfloat16)
     call: Any = torch.compile(module) if compiled else module
-    return Rival(module, lambda tokens: call(input_ids=tokens, labels=tokens).loss)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda" and not narrow)
+
+    def loss(tokens: Tensor) -> Tensor:
+        with autocast:
+            return call(input_ids=tokens, labels=tokens).loss
+
+    yield Rival(module, loss)
 
 
-def torchtitan_llama(shape: ModelConfig, sequence: int, device: torch.device, compiled: bool) -> Rival:
-    """Each layer and the loss compiled by themselves, and one product for queries, keys and values, as torchtitan has
-    it. Its own attention makes a mask of documents; torch's causal one has less to do."""
+@contextmanager
+def torchtitan_llama(
+    shape: ModelConfig, sequence: int, device: torch.device, compiled: bool
+) -> Iterator[Rival]:
+    """Each layer and the loss compiled by themselves, one product for queries, keys and values, and bfloat16 by FSDP2
+    on a group of one rank, as torchtitan has it. Two things differ: its default attention, which makes a mask of
+    documents, is replaced by torch's causal one (in torchtitan's order of kernels), which has less to do; and the loss
+    is of whole logits and not in chunks."""
     try:
         from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
         from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -51,10 +71,6 @@ def torchtitan_llama(shape: ModelConfig, sequence: int, device: torch.device, co
             f"torchtitan cannot be imported ({error}). {install('torchtitan')} "
             "Or leave titan_compiled out of --contenders."
         ) from None
-    if shape.qk_norm:
-        raise UserError(
-            "torchtitan's Llama has no norm of queries and keys. Leave titan_compiled out of --contenders."
-        )
     normal = {"weight": partial(nn.init.normal_, std=shape.init_std)}
     norm = RMSNorm.Config(
         normalized_shape=shape.dim, eps=shape.norm_eps, param_init={"weight": nn.init.ones_}
@@ -90,7 +106,23 @@ def torchtitan_llama(shape: ModelConfig, sequence: int, device: torch.device, co
         score = torch.compile(score)
         for each in module.layers.children():
             each.compile(fullgraph=True)
-    return Rival(module, lambda tokens: score(module(tokens), tokens))
+    with _one_rank(device):
+        narrow = torch.bfloat16 if device.type == "cuda" else None
+        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
+        for part in (*module.layers.children(), module):
+            fully_shard(part, mp_policy=policy, reshard_after_forward=False)
+        yield Rival(module, lambda tokens: score(module(tokens), tokens))
+
+
+@contextmanager
+def _one_rank(device: torch.device) -> Iterator[None]:
+    """A process group of this process alone."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -107,8 +107,11 @@ def check(setting: Setting, contenders: Sequence[str]) -> None:
     if len(set(contenders)) < len(contenders):
         raise UserError(f"--contenders {','.join(contenders)}: name each of them once.")
     shape = shape_of(setting)  # refuses what no contender could run with
-    if (shape is None or shape.experts) and any(not name.startswith("ours") for name in contenders):
-        raise UserError("The rivals are dense Llamas. Set --contenders ours,ours_sync.")
+    rivals = [name for name in contenders if not name.startswith("ours")]
+    if rivals and (shape is None or shape.experts or shape.qk_norm):
+        raise UserError(
+            "The rivals are dense Llamas without a norm of queries and keys. Set --contenders ours,ours_sync."
+        )
 
 
 def write_tokens(folder: Path, setting: Setting) -> None:

@@ -1,8 +1,7 @@
 """One process of `slipstream bench train`: one contender is built, warmed up, timed and thrown away.
 
 *ours* is the trainer, all of it but checkpoints and validation, put together by the functions of `slipstream train`.
-A *rival* is a Llama of another library (`rivals.py`) with AdamW as people train it: float32 weights under bfloat16
-autocast on a GPU (`narrow`: bfloat16 weights, which is faster and loses small updates), torch's fused AdamW, gradients
+A *rival* is a Llama of another library (`rivals.py`) as people train it, with torch's fused AdamW, gradients
 accumulated over the same sequences; no clipping and no log, which we have and it is spared.
 """
 
@@ -14,14 +13,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from slipstream.bench.rivals import torchtitan_llama, transformers_llama
+from slipstream.bench.rivals import Rival, torchtitan_llama, transformers_llama
 from slipstream.config import Config, load, resolve
 from slipstream.config.resolve import model_config
 from slipstream.data.tokens import TokenDataset
@@ -39,11 +39,11 @@ from slipstream.train.reporter import memory_bytes
 from slipstream.train.timeline import recorder, sizes_of, written
 from slipstream.train.trainer import submit
 
-RIVALS = {  # how it is built, whether it is compiled, whether its weights are narrow
-    "hf_compiled": (transformers_llama, True, False),
-    "hf_eager": (transformers_llama, False, False),
-    "hf_bf16": (transformers_llama, True, True),
-    "titan_compiled": (torchtitan_llama, True, False),
+RIVALS: dict[str, tuple[Callable[..., AbstractContextManager[Rival]], bool]] = {  # and whether it is compiled
+    "hf_compiled": (transformers_llama, True),
+    "hf_eager": (transformers_llama, False),
+    "hf_bf16": (partial(transformers_llama, narrow=True), True),
+    "titan_compiled": (torchtitan_llama, True),
 }
 
 
@@ -207,34 +207,32 @@ def forget() -> None:
 
 
 def _measure(name: str, setting: Setting, data: Path, began: float, rehearsed: bool) -> Measured:
-    build, compiled, narrow = RIVALS[name]
+    build, compiled = RIVALS[name]
     device = torch.device(setting.device)
     shape = shape_of(setting)
     assert shape is not None, setting  # `bench.train.check` says so
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.set_float32_matmul_precision("high")
-    rival = build(shape, setting.sequence, device, compiled and not rehearsed)
-    if narrow:
-        rival.module.to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(
-        rival.module.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
     dataset = TokenDataset(data, "train", setting.sequence, setting.rows * setting.microbatches)
 
     def settle() -> None:
         if on_gpu:
             torch.cuda.synchronize()
 
-    with batches.ahead(dataset, batches.Share(setting.microbatches, pin=on_gpu), 0) as loader:
+    with (
+        build(shape, setting.sequence, device, compiled and not rehearsed) as rival,
+        batches.ahead(dataset, batches.Share(setting.microbatches, pin=on_gpu), 0) as loader,
+    ):
+        optimizer = torch.optim.AdamW(
+            rival.module.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
 
         def step(index: int) -> None:
             inputs = loader.get(index).to(device).inputs
             assert inputs is not None
             for tokens in inputs.split(setting.rows):
-                with torch.autocast("cuda", torch.bfloat16) if on_gpu and not narrow else nullcontext():
-                    loss = rival.loss(tokens)
-                (loss / setting.microbatches).backward()
+                (rival.loss(tokens) / setting.microbatches).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from slipstream.config.settings import Config, ModelSettings, updates
 from slipstream.models.cut import rising
-from slipstream.models.sizes import ModelConfig
+from slipstream.models.sizes import FP8_SIDE, ModelConfig
 from slipstream.optimizers import CORRECTION_NAMES, OPTIMIZERS, unknown
 
 
@@ -145,6 +145,12 @@ def _own_model(config: Config) -> Iterator[str]:
 
 def _layers(config: Config, model: ModelConfig) -> Iterator[str]:
     pipeline = config.pipeline
+    others = (model.q_dim, model.kv_dim) if model.experts else (model.q_dim, model.kv_dim, model.ffn)
+    if config.train.fp8 and (model.dim % FP8_SIDE or all(side % FP8_SIDE for side in others)):
+        yield (
+            f"train.fp8 = '{config.train.fp8}' is for matrices with sides that are multiples of {FP8_SIDE}, and no "
+            f"layer of {model.dim} by {', '.join(map(str, others))} has one. Change model.dim, or drop it."
+        )
     modules = config.stages * config.chunks
     if pipeline.boundaries is not None:
         bounds = pipeline.boundaries

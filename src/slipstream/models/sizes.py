@@ -16,6 +16,7 @@ from typing import Any
 
 from slipstream.errors import ConfigError, UserError, did_you_mean
 
+FP8_SIDE = 16  # sides of matrices that GPUs multiply in fp8 are multiples of it
 LARGEST = 2**40  # of any size of a model
 
 

@@ -128,8 +128,7 @@ def shape_of(tree: dict[str, Any]) -> Any:
         pipeline["delay"] if isinstance(pipeline["delay"], list) else None,
         pipeline["cutover"] if train["fuse"] or isinstance(pipeline["cutover"], list) else None,
         pipeline["microbatches"] if train["fuse"] else None,
-        train["dtype"],
-        train["compile"],
+        *(train[key] for key in ("dtype", "compile", "fp8", "deterministic", "attention", "chunked_loss")),
     )
 
 

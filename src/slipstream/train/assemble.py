@@ -66,7 +66,7 @@ def assemble(
     device = build.device(config, 0 if world is None else world.local_rank)
     train_data, valid_data = datasets(config, data)
     with ExitStack() as stack:
-        stack.enter_context(arithmetic(config.train))
+        stack.enter_context(arithmetic(config.train, device))
         engine = stack.enter_context(engine_of(config, model, world, device))
         if plan.source is not None:
             load_into(engine, Path(plan.source), config)

@@ -27,7 +27,8 @@ def banner(config: Config) -> str:
         "schedule": _schedule(config),
         "optimizer": f"{optim.name}, {optim.schedule} learning rate"
         + ("" if optim.correction in (None, "none") else f", {optim.correction}"),
-        "device": f"{device if train.device == 'auto' else train.device}, {train.dtype}",
+        "device": f"{device if train.device == 'auto' else train.device}, {train.dtype}"
+        + ("" if train.fp8 is None else f", products in fp8 ({train.fp8})"),
         "folder": config.run.dir,
     }
     return "\n".join([f"slipstream {__version__}", *(f"  {name:<10} {text}" for name, text in rows.items())])

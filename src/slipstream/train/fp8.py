@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from slipstream.errors import UserError, install
+from slipstream.models.sizes import FP8_SIDE
 
 LEAST_CAPABILITY = (8, 9)  # of a GPU with products in fp8
-SIDE = 16  # the sides of its operands are multiples of it
 
 
 def check_fp8(device: torch.device) -> None:
@@ -45,4 +45,4 @@ def suits(module: nn.Module, name: str) -> bool:
     """Of the layers, where their sides fit; a router decides by small differences, and is computed in float32."""
     if not isinstance(module, nn.Linear) or not name.startswith("layers.") or name.endswith("router"):
         return False
-    return module.in_features % SIDE == 0 and module.out_features % SIDE == 0
+    return module.in_features % FP8_SIDE == 0 and module.out_features % FP8_SIDE == 0
