@@ -10,6 +10,7 @@ On a CPU torchao emulates it, for studies of the loss: operands are rounded to f
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -34,6 +35,8 @@ def check_fp8(device: torch.device) -> None:
 
 def in_fp8(module: nn.Module, recipe: str) -> None:
     """Exchange the linear layers of a replica for such; parameters and their names stay."""
+    # Each rank would print two paragraphs about how torchao registers its enumerations with torch.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # seconds to import
 
     emulated = not any(parameter.is_cuda for parameter in module.parameters())
