@@ -13,7 +13,7 @@ from slipstream.schedule.asynchronous import warm_up_2bw
 )
 def test_depths_are_tried_in_mid_run_and_no_bit_changes(pool, stages, cutover, best, recorded):
     """Deeper ones fill the pipeline, the one that is taken in the end lands what it has no room for."""
-    m, groups = 8, 80
+    m, groups = 8, 64
     taken = {best: 0.5}
     ranks = pool.run(
         "pipeline.depth_jobs:tried", taken, groups, (20, 21, 40), recorded, m=m, cutover=cutover, ranks=stages

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from tests.train.conftest import assert_equal_weights
 
 from slipstream.errors import UserError
 from slipstream.models.loss import TokenLoss
@@ -99,10 +98,10 @@ def test_where_it_cannot_be_had_it_is_refused(monkeypatch):
         fp8.check_fp8(torch.device("cpu"))
 
 
-def test_a_run_on_a_cpu_emulates_it_at_any_number_of_stages(runs, reference):
-    words = ["train.fp8=rowwise"]
-    runs.train("two", "pipeline.stages=2", *words)
-    runs.train("one", "pipeline.schedule=emulate", *words)
-    assert_equal_weights(runs.weights("two"), runs.weights("one"))
-    plain = reference.weights("2bw")
-    assert any(not torch.equal(plain[name], weight) for name, weight in runs.weights("two").items())
+def test_a_run_on_a_cpu_emulates_it(runs, reference):
+    """In float32, for which nothing else is done to a replica."""
+    runs.train("run", "pipeline.schedule=emulate", "train.fp8=rowwise", "train.steps=2", "checkpoint.every=0")
+    found = [event["loss"] for event in runs.events("run", "step")]
+    plain = [event["loss"] for event in reference.events("2bw", "step")][:2]
+    assert found == pytest.approx(plain, rel=0.05)
+    assert found[0] != plain[0]

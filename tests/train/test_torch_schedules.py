@@ -20,7 +20,7 @@ def test_torch_schedules_equal_training_without_delay(runs, reference, schedule)
     assert found == pytest.approx(reference.events("synchronous", "finish")[0]["validation_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])  # one chunk on each rank, and two
 def test_a_single_stage_trains_the_same_and_goes_on_with_two(runs, reference, schedule):
     """Its embedding and its head are one weight, which other stages hold apart. Nor does it change a bit that
     activations are recomputed."""
