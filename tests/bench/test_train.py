@@ -168,6 +168,15 @@ def test_without_transformers_the_message_says_what_to_do(data, monkeypatch):
         train_contenders.measure_rival("hf_eager", TOY, data)
 
 
+@pytest.mark.parametrize("name", ["hf_eager", "titan_compiled"])
+@pytest.mark.parametrize("other", ["model.qk_norm=true", "model.experts=4"])
+def test_what_is_no_plain_llama_has_no_rival(name, other):
+    setting = replace(TOY, overrides=(other, "model.experts_per_token=2") if "experts" in other else (other,))
+    train.check(setting, ["ours"])
+    with pytest.raises(UserError, match=r"dense Llamas without a norm .* Set --contenders ours,ours_sync"):
+        train.check(setting, ["ours", name])
+
+
 def test_without_torchtitan_the_message_says_what_to_do(data, monkeypatch):
     for name in [*(name for name in sys.modules if name.startswith("torchtitan.")), "torchtitan"]:
         monkeypatch.setitem(sys.modules, name, None)

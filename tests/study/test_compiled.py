@@ -31,10 +31,11 @@ def test_later_runs_compile_nothing(tmp_path, how):
     assert len(set(graphs)) == 1, graphs
 
 
-def test_what_is_compiled_depends_on_the_shape_alone():
+def test_what_is_compiled_depends_on_the_shape_and_the_kernels_alone():
     points = load_study(TOY).expand({}).points
     assert all(
         shape_of(point.config.model_dump()) == shape_of(points[0].config.model_dump()) for point in points
     )
-    wider = load_study(TOY, ["pipeline.microbatch_size=4"]).expand({}).points[0]
-    assert shape_of(wider.config.model_dump()) != shape_of(points[0].config.model_dump())
+    changes = ("pipeline.microbatch_size=4", 'train.fp8="rowwise"', "train.deterministic=true")
+    others = [load_study(TOY, [change]).expand({}).points[0] for change in changes]
+    assert len({str(shape_of(point.config.model_dump())) for point in (points[0], *others)}) == 4

@@ -63,3 +63,12 @@ def test_curves_are_compared_within_a_seed(study, tmp_path, monkeypatch, capsys)
         "| 4 | engine again and engine | 1 | 2 of 2 | 0.00000 | 0.00000 | +0.00000 |",
         "| 4 | emulator again and emulator | 1 | 1 of 2 | 0.12500 | 0.25000 | -0.25000 |",
     ]
+
+
+def test_partitions_without_a_service_are_a_mistake(study, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "none"))
+    monkeypatch.setattr(sys, "argv", ["engine.py", str(tmp_path / "out"), "--partitions"])
+    with pytest.raises(SystemExit):
+        study.main()
+    assert "no CUDA MPS service is running" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

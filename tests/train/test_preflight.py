@@ -73,11 +73,22 @@ def test_the_banner_needs_no_torch_and_names_what_matters(tmp_path):
         "print(banner(prepare(parse(sys.argv[1:])))); assert 'torch' not in sys.modules"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "pipeline.stages=4", "run.dir=x/y"], capture_output=True, text=True
+        [
+            sys.executable,
+            "-c",
+            code,
+            "pipeline.stages=4",
+            "run.dir=x/y",
+            "train.fp8=rowwise",
+            "train.device=cpu",
+        ],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     for words in ("1.31M parameters", "2,048 tokens", "2bw: P=4 stages, m=8, c=5", "x/y", "standard library"):
         assert words in done.stdout, words
+    assert "cpu, float32, products in fp8 (rowwise)" in done.stdout
 
 
 def shards(folder, vocab: int | None):

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from slipstream.errors import UserError, install
 from slipstream.models.sizes import ModelConfig
@@ -61,6 +60,8 @@ def torchtitan_llama(
     on a group of one rank, as torchtitan has it. Two things differ: its default attention, which makes a mask of
     documents, is replaced by torch's causal one (in torchtitan's order of kernels), which has less to do; and the loss
     is of whole logits and not in chunks."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # seconds to import
+
     try:
         from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
         from torchtitan.models.common.attention import ScaledDotProductAttention

@@ -143,7 +143,7 @@ def train(
         ),
     ] = "ours,ours_sync,hf_compiled,hf_eager",
     rival_rows: Annotated[
-        int | None, typer.Option(help="Sequences in a microbatch of transformers; default: --rows.")
+        int | None, typer.Option(help="Sequences in a microbatch of a rival; default: --rows.")
     ] = None,
     profile: Annotated[
         int, typer.Option(help="Updates to record after the timed ones: shows where the time goes.")
@@ -152,7 +152,7 @@ def train(
     out: Annotated[Path | None, typer.Option(help="Write the JSON here, after each contender.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
-    """Tokens/s and MFU of the whole trainer on one device, with delay and without, beside transformers."""
+    """Tokens/s and MFU of the whole trainer on one device, with delay and without, beside other libraries."""
     from slipstream.bench.train import print_table, run
     from slipstream.bench.train_contenders import Setting
 

@@ -25,6 +25,8 @@ def refused(given: Config, config: Config, model: ModelConfig | None, world: int
         yield from _own_model(given)
     yield from _pipeline(config)
     yield from _train(config)
+    if config.train.fp8 is not None:
+        yield from _fp8(config, model)
 
 
 def _ranks(config: Config, world: int | None) -> Iterator[str]:
@@ -145,12 +147,6 @@ def _own_model(config: Config) -> Iterator[str]:
 
 def _layers(config: Config, model: ModelConfig) -> Iterator[str]:
     pipeline = config.pipeline
-    others = (model.q_dim, model.kv_dim) if model.experts else (model.q_dim, model.kv_dim, model.ffn)
-    if config.train.fp8 and (model.dim % FP8_SIDE or all(side % FP8_SIDE for side in others)):
-        yield (
-            f"train.fp8 = '{config.train.fp8}' is for matrices with sides that are multiples of {FP8_SIDE}, and no "
-            f"layer of {model.dim} by {', '.join(map(str, others))} has one. Change model.dim, or drop it."
-        )
     modules = config.stages * config.chunks
     if pipeline.boundaries is not None:
         bounds = pipeline.boundaries
@@ -309,13 +305,6 @@ def _train(config: Config) -> Iterator[str]:
             f"train.gradient_dtype = '{train.gradient_dtype}' goes with train.dtype=bfloat16 and the 2bw or emulate "
             "schedule only. Drop it."
         )
-    if train.fp8 and config.own_model:
-        yield f"train.fp8 = '{train.fp8}' is for models of ours. Drop it."
-    elif train.fp8 and train.dtype == "float32" and train.device != "cpu":
-        yield (
-            f"train.fp8 = '{train.fp8}' goes with train.dtype=bfloat16 or bfloat16_autocast on a GPU: its results are "
-            "bfloat16. Set that, or train.device=cpu, where it is emulated in float32."
-        )
     if train.cuda_graphs and train.device == "cpu":
         yield "train.cuda_graphs records what a GPU runs; with train.device = 'cpu' it cannot take effect. Drop it."
     if train.cuda_graphs and config.pipeline.schedule == "zbv":
@@ -367,6 +356,24 @@ def _train(config: Config) -> Iterator[str]:
             "health.rollback needs a checkpoint from before the failure, and the newest may be from after it. Set "
             "checkpoint.keep=2 or more."
         )
+
+
+def _fp8(config: Config, model: ModelConfig | None) -> Iterator[str]:
+    train = config.train
+    if config.own_model:
+        yield f"train.fp8 = '{train.fp8}' is for models of ours. Drop it."
+    elif train.dtype == "float32" and train.device != "cpu":
+        yield (
+            f"train.fp8 = '{train.fp8}' goes with train.dtype=bfloat16 or bfloat16_autocast on a GPU: its results are "
+            "bfloat16. Set that, or train.device=cpu, where it is emulated in float32."
+        )
+    if model is not None:
+        others = [model.q_dim, model.kv_dim, *([] if model.experts else [model.ffn])]
+        if model.dim % FP8_SIDE or all(side % FP8_SIDE for side in others):
+            yield (
+                f"train.fp8 = '{train.fp8}' is for matrices with sides that are multiples of {FP8_SIDE}, and no layer "
+                f"of {model.dim} by {', '.join(map(str, others))} has one. Change model.dim, or drop it."
+            )
 
 
 def _can_chunk(config: Config) -> bool:

@@ -60,10 +60,8 @@ class Synchronous(Engine):
         self._m = pipeline.microbatches
         modules = build.stage_modules(config, model, count, indices, device)
         if not isinstance(model, OwnModel):
-            for module in modules:
-                split_shared(
-                    module
-                )  # tied weights are tensors of their own at every depth; `_ties` joins them
+            for module in modules:  # tied weights are tensors of their own at every depth; `_ties` joins them
+                split_shared(module)
         group, data_group = mesh_groups(world, config.stages)
         bank_dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else None
         nothing_old = Cutover(self._m, 0, always)
