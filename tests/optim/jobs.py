@@ -99,9 +99,9 @@ def orthogonalised(world) -> list[int]:
     counts: list[int] = []
     kept = newton_schulz.orthogonalise
 
-    def counting(stack: Tensor, steps: int) -> Tensor:
+    def counting(stack: Tensor, *iterations) -> Tensor:
         counts.append(len(stack))
-        return kept(stack, steps)
+        return kept(stack, *iterations)
 
     newton_schulz.orthogonalise = counting
     try:
