@@ -10,8 +10,8 @@ With --partitions each stage has its share of one GPU, and the emulator as much:
 multiprocessors there are. That takes a CUDA MPS service which is running; all processes share it, so that they run
 side by side. (pipeline.partitions=true starts one for each run, and the GPU turns from one service to the other.)
 
-OUT/engine.jsonl has a line for each run, with the losses of its updates and its validations; what it holds is not run
-again. The emulator's runs and the engine's wait for their own kind only.
+OUT/engine.jsonl has a line for each run, with the losses of its updates and its validations, and what made it; what it
+holds is not run again. The emulator's runs and the engine's wait for their own kind only.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
+
+from slipstream.study.results import read_folder
 
 # The 4M rung of ladder.toml at 5 tokens per parameter, in eight microbatches. At the rung's rate, four times this one,
 # training is unstable while the rate rises, and drives any two runs apart (docs/notes/engine.md).
@@ -73,7 +75,9 @@ class Run:
 def curve(folder: Path) -> Line:
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["event"] == "step"]
+    made = read_folder(folder)
     return {
+        **({key: getattr(made, key) for key in ("device", "data", "versions", "commit")} if made else {}),
         "losses": [event["loss"] for event in steps],
         "validation": [event["loss"] for event in events if event["event"] == "validation"],
         "seconds": steps[-1]["seconds"],

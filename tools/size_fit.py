@@ -48,7 +48,7 @@ def runs() -> Mapping[str, Result]:
 def losses(size: str, mode: str) -> dict[str, float]:
     """Final loss by seed of the whole runs, each row's rate being the one that was chosen for it."""
     rows = [row for row in table("ladder-runs") if (row["size"], row["mode"]) == (size, mode)]
-    return {row["seed"]: float(row["loss"]) for row in rows if not row["tuning"]}
+    return {row["seed"]: float(row["loss"]) for row in rows if row["loss"] and not row["tuning"]}
 
 
 def logged(size: str, mode: str) -> dict[str, float]:
@@ -133,8 +133,8 @@ def gap_rows() -> list[str]:
     rows = []
     for size in SIZES:
         for mode, name in NAMES.items():
-            if size not in sizes_of(mode):
-                continue
+            if (seeds := len(losses(size, mode))) < SEEDS:
+                name = f"{name}, {seeds} seeds"
             gap, references = interval(gaps(size, mode)), synchronous(size)
             found = [
                 token_penalty(references[seed].validation, references[seed].loss or 0.0, loss)
@@ -200,7 +200,8 @@ def _number(text: str) -> float:
 
 def shown(estimate: Estimate | None, form: str) -> str:
     assert estimate is not None
-    assert estimate.interval is not None
+    if estimate.interval is None:
+        return f"{estimate.value:{form}}"
     low, high = (f"{end:{form.lstrip('+')}}" for end in estimate.interval)
     return f"{estimate.value:{form}} [{low}, {high}]"
 

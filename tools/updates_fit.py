@@ -51,7 +51,7 @@ def runs() -> list[Run]:
     found = {}
     for study, axis in (("ladder", "size"), ("ladder-length", "updates"), ("ladder-batch", "setting")):
         results = {result.run: result for result in read_export(RESULTS / f"{study}.jsonl.gz")}
-        rows = [row for row in table(f"{study}-runs") if not row.get("tuning")]
+        rows = [row for row in table(f"{study}-runs") if row["loss"] and not row.get("tuning")]
         reference = {(row[axis], row["seed"]): float(row["loss"]) for row in rows if row["mode"] == "sync"}
         for row in rows:
             if row["mode"] == "sync" or row[axis].startswith("momentum"):
@@ -143,7 +143,8 @@ def gap_rows() -> list[str]:
 def gap_shown(gaps: Sequence[float]) -> str:
     if not gaps:
         return "–"
-    return shown(interval(gaps), "+.4f") if len(gaps) > 2 else f"{statistics.fmean(gaps):+.4f} (one seed)"
+    few = "" if len(gaps) > 2 else f" ({len(gaps)} of 3 seeds)"
+    return shown(interval(gaps), "+.4f") + few
 
 
 def fit_rows() -> list[str]:

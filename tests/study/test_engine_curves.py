@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -72,3 +73,12 @@ def test_partitions_without_a_service_are_a_mistake(study, tmp_path, monkeypatch
         study.main()
     assert "no CUDA MPS service is running" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_page_shows_what_was_measured(study):
+    results = Path(__file__).parents[2] / "docs/results"
+    with gzip.open(results / "engine.jsonl.gz", "rt") as file:
+        lines = [json.loads(line) for line in file]
+    assert study.table(lines) in (results / "engine.md").read_text()
+    ends = {line["validation"][-1] for line in lines}
+    assert len(ends) == 6  # two cutovers, three seeds, and whatever made them
