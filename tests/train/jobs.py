@@ -11,7 +11,8 @@ import torch
 
 from slipstream.distributed import World
 from slipstream.distributed.groups import Groups
-from slipstream.train import assemble, batches, build, health, session
+from slipstream.errors import HealthError
+from slipstream.train import assemble, batches, build, health, session, trainer
 
 MARK = -1  # in the targets' last column: this group goes wrong
 
@@ -110,3 +111,31 @@ def diverged_rank(world: World, tree: dict[str, Any], rank: int, what: str, name
         return session.run_rank(world, tree)
     finally:
         health.fingerprint = original
+
+
+def damage(patch: Any, name: str, step: int) -> None:
+    """After `step` updates the master's `name` holds a number that is not finite, wherever it is kept."""
+    submit = trainer.submit
+
+    def damaged(parts, at, batch):
+        if at == step:
+            parts.engine.drain()
+            master = parts.engine.capture()["master"]
+            if name in master:
+                master[name].view(-1)[0] = float("nan")
+        submit(parts, at, batch)
+
+    patch(trainer, "submit", damaged)
+
+
+def damaged_told(world: World, tree: dict[str, Any], name: str) -> str:
+    """What each rank says of a run whose weight `name` is damaged."""
+    kept = trainer.submit
+    damage(setattr, name, 4)
+    try:
+        session.run_rank(world, tree)
+    except HealthError as error:
+        return str(error)
+    finally:
+        trainer.submit = kept
+    return "no error"

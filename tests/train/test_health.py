@@ -8,12 +8,13 @@ import weakref
 import pytest
 import torch
 from tests.train.conftest import assert_equal_weights
-from tests.train.jobs import poison
+from tests.train.jobs import damage, poison
 
 from slipstream.errors import StageError
 from slipstream.metrics.events import read_run
+from slipstream.pipeline.compact import Halves
 from slipstream.train import assemble, batches, checkpoint, health
-from slipstream.train.health import Monitor, checksum, divergence, fingerprint
+from slipstream.train.health import Monitor, checksum, damaged, divergence, fingerprint, state_of_weights
 from slipstream.train.remote import Remote
 
 
@@ -118,7 +119,60 @@ def test_repeated_failures_stop_the_run(runs, poisoned):
     (failure,) = runs.events("run", "error")
     assert failure["step"] == 7
     assert "2 updates in a row were not finite" in failure["message"]
+    assert f"Stopped at step 7. {FINITE} Lower optim.lr" in failure["message"]
     assert read_run(runs.folder / "run").status == "failed"
+
+
+FINITE = "All weights are finite, so the loss or its gradients are not, at these weights or on this data."
+
+
+def test_a_run_that_stops_with_damaged_weights_names_them(runs, monkeypatch):
+    damage(monkeypatch.setattr, "layers.1.mlp.up.weight", 4)
+    words = r"Weights hold numbers that are not finite: layers\.1\.mlp\.up\.weight\. Lower optim\.lr"
+    with pytest.raises(StageError, match=words):
+        runs.train("run", "pipeline.schedule=emulate", "health.max_skipped=2")
+    (failure,) = runs.events("run", "error")
+    assert "not finite: layers.1.mlp.up.weight." in failure["message"]
+
+
+LAYOUTS = {
+    "2bw": (2, []),
+    "1f1b": (2, ["pipeline.schedule=1f1b"]),
+    "sharded": (4, ["pipeline.data_ranks=2", "pipeline.shard_optimizer=true"]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_names_the_weights_that_are_damaged_on_one(runs, layout):
+    ranks, settings = LAYOUTS[layout]
+    config = runs.config("run", "pipeline.stages=2", "health.max_skipped=2", *settings)
+    name = "layers.3.mlp.up.weight"
+    told = runs.pool.run("train.jobs:damaged_told", config.model_dump(), name, ranks=ranks, timeout=250)
+    assert len(told) == ranks
+    assert all(f"Weights hold numbers that are not finite: {name}. Lower" in words for words in told), told
+    (failure,) = runs.events("run", "error")
+    assert name in failure["message"], "the leader holds other weights, and its log names them all the same"
+
+
+def test_damaged_weights_are_found_in_banks_and_halves_too():
+    good, bad = torch.ones(4), torch.tensor([1.0, 2.0, float("inf"), 0.0])
+    high, low = bad.bfloat16(), torch.zeros(4, dtype=torch.int16)
+    master = {"a": good, "b": bad, "c": Halves(high, low), "d": Halves(good.bfloat16(), low)}
+    assert damaged({"master": master, "banks": {}}) == ["b", "c"]
+    banks = {"next": {"a": bad.bfloat16(), "b": bad}, "current": {"a": good, "b": good}}
+    assert damaged({"master": master, "banks": banks}) == ["b", "c", "a (next bank)"]
+    assert damaged({"master": {"none": torch.empty(0)}, "banks": {}}) == []
+
+
+def test_the_state_of_the_weights_is_one_sentence():
+    assert state_of_weights({0: [], 1: []}, skipped=True) == FINITE
+    assert state_of_weights({0: [], 1: []}, skipped=False) == "All weights are finite."
+    many = state_of_weights({0: [], 1: ["a", "b"], 3: ["b", "c", "d", "e"]}, skipped=True)
+    assert many == "Weights hold numbers that are not finite: a, b, c and 2 more."
+    assert state_of_weights({0: [], 1: None}, skipped=True) == (
+        "Whether all weights are finite is not known: those of rank 1 could not be looked at."
+    )
+    assert "finite: a." in state_of_weights({0: None, 1: ["a"]}, skipped=True)
 
 
 def test_a_rollback_skips_the_data(runs, poisoned, monkeypatch):

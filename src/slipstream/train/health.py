@@ -21,9 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.pipeline.compact import whole
+from slipstream.optim.sharded import local
+from slipstream.pipeline.compact import Halves, whole
 
 PIECE = 1 << 24  # words that are summed at once
+NAMED = 3  # damaged weights in an error
 WINDOW = 64
 WARM_UP = 16  # losses seen before a spike can be told from the steep start
 
@@ -39,6 +41,7 @@ class Monitor:
     spike_fails_after: int | None = None
     failed_at: int | None = None  # the first step of what failed
     failure: str = ""
+    skipped: bool = False  # it failed by updates that were not finite
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _skipped_in_a_row: int = 0
 
@@ -48,6 +51,7 @@ class Monitor:
         if skipped:
             count = self._skipped_in_a_row
             if count == self.max_skipped:
+                self.skipped = self.failed_at is None
                 self._fail(step - count + 1, f"{count} updates in a row were not finite.")
             return f"Update {step} was not finite and was skipped on all stages ({count} in a row)."
         warning = self._spike(step, loss)
@@ -155,3 +159,37 @@ def divergence(
         if len(values) > 1:
             return f"{differs} tied embedding in the {what} differs between {' and '.join(values.values())}. {stopped}"
     return None
+
+
+def damaged(state: Mapping[str, Any]) -> list[str]:
+    """The weights of this rank that hold numbers that are not finite: the master's, and banks' whose master is well."""
+    found = {name: name for name, weight in state["master"].items() if not _is_finite(weight)}
+    for reader, bank in state["banks"].items():
+        for name, weight in bank.items():
+            if name not in found and not _is_finite(weight):
+                found[name] = f"{name} ({reader} bank)"
+    return list(found.values())
+
+
+def _is_finite(weight: Tensor | Halves) -> bool:
+    """Of what this rank keeps of it, a piece at a time: there may be no room for another embedding."""
+    halves = (weight.high, weight.low) if isinstance(weight, Halves) else (weight,)
+    flat = [local(half).detach().flatten() for half in halves]
+    for start in range(0, flat[0].numel(), PIECE):
+        pieces = [half[start : start + PIECE] for half in flat]
+        if not torch.isfinite(whole(Halves(*pieces) if len(pieces) > 1 else pieces[0])).all():
+            return False
+    return True
+
+
+def state_of_weights(found: Mapping[int, list[str] | None], *, skipped: bool) -> str:
+    """What the ranks found damaged (None: nobody knows), in one sentence; `skipped`: updates were not finite."""
+    names = list(dict.fromkeys(name for own in found.values() for name in own or ()))
+    if names:
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        return f"Weights hold numbers that are not finite: {', '.join(names[:NAMED])}{more}."
+    if unknown := [str(rank) for rank, own in found.items() if own is None]:
+        of = f"rank{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}"
+        return f"Whether all weights are finite is not known: those of {of} could not be looked at."
+    why = ", so the loss or its gradients are not, at these weights or on this data" if skipped else ""
+    return f"All weights are finite{why}."

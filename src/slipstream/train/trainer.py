@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from slipstream.config import Config
-from slipstream.errors import CheckpointError, HealthError, StageError
+from slipstream.errors import CheckpointError, HealthError, StageError, UserError
 from slipstream.metrics.progress import Show
 from slipstream.metrics.record import Recorder
 from slipstream.train import batches, checkpoint, health, in_memory
@@ -246,7 +246,24 @@ def _agree_on_reason(parts: RunParts, step: int) -> str:
     (reason,) = parts.board.wait(f"stop/{step}")
     if reason == "failure":
         raise HealthError(
-            f"{parts.monitor.failure} Stopped at step {step}. Lower optim.lr, raise optim.warmup, or set "
-            "health.rollback=true (it needs a checkpoint) to go back and skip the data."
+            f"{parts.monitor.failure} Stopped at step {step}. {_state_of_weights(parts, step)} Lower optim.lr, raise "
+            "optim.warmup, or set health.rollback=true (it needs a checkpoint) to go back and skip the data."
         )
     return reason
+
+
+def _state_of_weights(parts: RunParts, step: int) -> str:
+    """Whether the weights are damaged, after all ranks agreed on a failure: each of them looks, and tells the others.
+
+    A rank that cannot look says so, and one that does not hear of the others tells what it knows: this is no place for
+    another error.
+    """
+    rank, ranks = parts.position.rank, range(parts.position.ranks)
+    own = None
+    with contextlib.suppress(UserError, RuntimeError):  # a device without room, say
+        own = health.damaged(parts.engine.capture())
+    found: dict[int, list[str] | None] = dict.fromkeys(ranks) | {rank: own}
+    with contextlib.suppress(StageError):
+        parts.board.post(f"damaged/{step}/{rank}", own)
+        found = dict(enumerate(parts.board.wait(*(f"damaged/{step}/{other}" for other in ranks))))
+    return health.state_of_weights(found, skipped=parts.monitor.skipped)
