@@ -140,12 +140,13 @@ def notes_of(expansion: Expansion, results: Mapping[str, Result]) -> list[str]:
                 f"{point.name} broke on the way: its validation loss rose from {low:.2f} to {high:.2f}. "
                 "Gaps to or of such a run say little."
             )
-    if unknown := sum(1 for result in ended if not result.failed and not result.source):
+    compared = [result for result in ended if not result.failed]
+    if unknown := sum(1 for result in compared if not result.source):
         notes.append(
             f"{unknown} of {len(ended)} runs were made before a run noted the commit and fingerprint of its code."
         )
     for attribute, what in (("device", "device"), ("data", "data"), ("held_out", "validation text")):
-        kinds = sorted({getattr(result, attribute) for result in ended if getattr(result, attribute)})
+        kinds = sorted({getattr(result, attribute) for result in compared if getattr(result, attribute)})
         if len(kinds) > 1:
             apart = "" if attribute == "device" else " Only runs on the same data are paired."
             notes.append(

@@ -13,7 +13,7 @@ import json
 import statistics
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ Curve = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Result:
-    """One ended run."""
+    """One ended run. Of one that failed, the figures say how far it had come."""
 
     digest: str
     run: str  # name of its folder
@@ -111,12 +111,7 @@ def read_folder(folder: Path) -> Result | None:
         config = from_tree(parse_toml(run.config))
     except (UserError, ValueError):
         return None  # of another version: run again
-    loss, steps = number(finish.get("validation_loss")), run.surviving("step")
-    speeds = values(steps[len(steps) // 2 :], "tokens_per_second")
-    environment = run.environment
-    data, versions = (
-        found if isinstance(found := environment.get(key), dict) else {} for key in ("data", "versions")
-    )
+    loss = number(finish.get("validation_loss"))
     return Result(
         digest=digest(config),
         run=folder.name,
@@ -126,18 +121,30 @@ def read_folder(folder: Path) -> Result | None:
         steps=config.train.steps,
         tokens=config.train.steps * config.tokens_per_step,
         seconds=number(finish.get("seconds")) or 0.0,
-        tokens_per_second=round(statistics.median(speeds), 1) if speeds else None,
-        skipped=sum(1 for row in steps if row.get("skipped")),
-        parameters=int(number(run.last("start").get("parameters")) or 0),
-        validation=_curve(run, "validation"),
-        training=[(x, round(y, 4)) for x, y in thinned(_curve(run, "step"))],
-        device=str(environment.get("device", "")),
-        data=str(data.get("fingerprint", "")),
-        held_out=str(data.get("validation_fingerprint", "")),
-        versions=versions,
-        commit=str(environment.get("commit") or ""),
-        source=str(environment.get("source") or ""),
+        **_measured(run),
     )
+
+
+def _measured(run: Run) -> dict[str, Any]:
+    """What a run says of itself, however it ended."""
+    steps, environment = run.surviving("step"), run.environment
+    speeds = values(steps[len(steps) // 2 :], "tokens_per_second")
+    data, versions = (
+        found if isinstance(found := environment.get(key), dict) else {} for key in ("data", "versions")
+    )
+    return {
+        "tokens_per_second": round(statistics.median(speeds), 1) if speeds else None,
+        "skipped": sum(1 for row in steps if row.get("skipped")),
+        "parameters": int(number(run.last("start").get("parameters")) or 0),
+        "validation": _curve(run, "validation"),
+        "training": [(x, round(y, 4)) for x, y in thinned(_curve(run, "step"))],
+        "device": str(environment.get("device", "")),
+        "data": str(data.get("fingerprint", "")),
+        "held_out": str(data.get("validation_fingerprint", "")),
+        "versions": versions,
+        "commit": str(environment.get("commit") or ""),
+        "source": str(environment.get("source") or ""),
+    }
 
 
 def write_failure(folder: Path, point: Point, message: str, trace: str = "") -> None:
@@ -193,9 +200,27 @@ def thinned(curve: Curve, points: int = TRAINING_POINTS) -> Curve:
 def _failure(folder: Path) -> Result | None:
     try:
         record = parse_json((folder / FAILED_FILE).read_text(encoding="utf-8"))
-        return Result(record["digest"], folder.name, record["settings"], failed=record["failed"])
+        result = Result(record["digest"], folder.name, record["settings"], failed=record["failed"])
     except (OSError, ValueError, KeyError, TypeError):
         return None  # cut off while it was written: run again
+    return replace(result, **_before_it_failed(folder, result.digest))
+
+
+def _before_it_failed(folder: Path, name: str) -> dict[str, Any]:
+    """What the run `name` had measured by then; nothing where its log is missing, damaged or another run's."""
+    try:
+        run = read_run(folder)
+        config = from_tree(parse_toml(run.config))
+    except (OSError, UserError, ValueError):
+        return {}
+    steps = max((row["step"] for row in run.surviving("step")), default=0)
+    # One line is cut off where a process was killed.
+    whole = bool(run.of("start")) and run.unreadable <= 1 and 0 <= steps <= config.train.steps
+    if not whole or digest(config) != name:
+        return {}
+    seconds = number(max(run.clock().values(), default=0.0)) or 0.0
+    reached = {"steps": steps, "tokens": steps * config.tokens_per_step, "seconds": round(seconds, 3)}
+    return _measured(run) | reached
 
 
 def _curve(run: Run, kind: str) -> Curve:
