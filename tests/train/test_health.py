@@ -14,6 +14,7 @@ from slipstream.errors import StageError
 from slipstream.metrics.events import read_run
 from slipstream.pipeline.compact import Halves
 from slipstream.train import assemble, batches, checkpoint, health
+from slipstream.train.board import Board
 from slipstream.train.health import Monitor, checksum, damaged, divergence, fingerprint, state_of_weights
 from slipstream.train.remote import Remote
 
@@ -133,6 +134,29 @@ def test_a_run_that_stops_with_damaged_weights_names_them(runs, monkeypatch):
         runs.train("run", "pipeline.schedule=emulate", "health.max_skipped=2")
     (failure,) = runs.events("run", "error")
     assert "not finite: layers.1.mlp.up.weight." in failure["message"]
+
+
+def test_weights_that_cannot_be_looked_at_hide_no_failure(runs, poisoned, monkeypatch):
+    def no_room(state):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(health, "damaged", no_room)
+    words = r"2 updates in a row were not finite\. .* those of rank 0 could not be looked at"
+    with pytest.raises(StageError, match=words):
+        runs.train("run", "pipeline.schedule=emulate", "health.max_skipped=2")
+
+
+def test_ranks_that_are_not_heard_of_hide_no_failure(runs, poisoned, monkeypatch):
+    wait = Board.wait
+
+    def deaf(board, *keys, **options):
+        if keys[0].startswith("damaged/"):
+            raise StageError("No rank posted it.")
+        return wait(board, *keys, **options)
+
+    monkeypatch.setattr(Board, "wait", deaf)
+    with pytest.raises(StageError, match=f"2 updates in a row were not finite.*{FINITE}"):
+        runs.train("run", "pipeline.schedule=emulate", "health.max_skipped=2")
 
 
 LAYOUTS = {
