@@ -1,6 +1,7 @@
 """Recorded microbatches: the same bits as plain ones. The recorder here runs Python again, at fixed addresses."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -313,3 +314,36 @@ def test_cuda_graphs_of_a_language_model_train_as_plain_calls_do(delay):
     found = run(CudaGraphs())
     assert found == pytest.approx(run(None), abs=0.01)
     assert found[-1] < found[0] - 0.5
+
+
+def muon(module):
+    return build("muon", module, lr=1e-2)
+
+
+@pytest.mark.parametrize("optimizer", [tiny.momentum, muon])
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("options", [{"correction": "none"}, {"cutover": 1}, {"delay": 0}])
+def test_a_group_that_is_not_finite_leaves_nothing_behind(options, microbatches, optimizer, monkeypatch):
+    """Its gradients lie in sums that later groups use again."""
+    batch, loss_fn = tiny.batch, tiny.loss_fn
+    poisoned = 8
+
+    def marked(group):
+        x, y = batch(group)
+        return (x, -1 - y) if group == poisoned else (x, y)
+
+    def loss(logits, target):
+        return loss_fn(logits, torch.where(target < 0, -1 - target, target)) * torch.where(
+            (target < 0).any(), torch.inf, 1.0
+        )
+
+    monkeypatch.setattr(tiny, "batch", marked)
+    monkeypatch.setattr(tiny, "loss_fn", loss)
+    found = train(Again(), optimizer, microbatches, slack=True, **options)
+    expected = train(None, optimizer, microbatches, **options)
+    finite = [math.isfinite(one) for one in found[0]]
+    assert [i // microbatches for i, one in enumerate(finite) if not one] == [poisoned] * microbatches
+    assert [one for one in found[0] if math.isfinite(one)] == [
+        one for one in expected[0] if math.isfinite(one)
+    ]
+    assert all(map(torch.equal, found[1], expected[1]))
