@@ -77,7 +77,7 @@ def test_partitions_without_a_service_are_a_mistake(study, tmp_path, monkeypatch
 
 def test_the_page_shows_what_was_measured(study):
     results = Path(__file__).parents[2] / "docs/results"
-    with gzip.open(results / "engine.jsonl.gz", "rt") as file:
+    with gzip.open(results / "engine-losses.json.gz", "rt") as file:
         lines = [json.loads(line) for line in file]
     assert study.table(lines) in (results / "engine.md").read_text()
     ends = {line["validation"][-1] for line in lines}
