@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -45,6 +46,15 @@ def test_the_terminal_shows_table_reasons_picture_and_toml(capsys, tmp_path):
     for word in ("schedule", "tok/s", "2bw", "delay", "Memory: rank", "To run it", "[pipeline]", "stage 0"):
         assert word in text
     assert tomllib.loads((tmp_path / "run.toml").read_text())["pipeline"]["stages"] == 4
+
+
+def test_the_picture_shows_which_microbatches_are_old(capsys):
+    run("--stages", "2", "--schedule", "2bw", "--microbatch-size", "16")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "cutover 4" in text
+    first_stage = text[text.index("stage 0") : text.index("stage 1")]
+    assert re.findall(r"b(\d)", first_stage) == ["0", "1", "2", "3"], first_stage
+    assert "Small letters: reads old weights" in text
 
 
 @pytest.mark.parametrize(

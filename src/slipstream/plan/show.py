@@ -11,8 +11,7 @@ from slipstream.formats import si
 from slipstream.models.sizes import active_parameters, parameters
 from slipstream.plan.explain import explain, gib, to_toml
 from slipstream.plan.layout import Layout, Plan, why_not
-from slipstream.plan.throughput import costs
-from slipstream.schedule.generate import build
+from slipstream.plan.throughput import costs, schedule_of
 from slipstream.schedule.plot.terminal import terminal
 from slipstream.schedule.simulate import simulate
 
@@ -135,8 +134,7 @@ def draw(layout: Layout, console: Console) -> None:
     microbatches = min(shape.microbatches, max(2 * shape.stages, 8))
     if shape.schedule == "interleaved_1f1b":
         microbatches -= microbatches % shape.stages
-    in_flight = min(shape.in_flight, microbatches + 1) if shape.in_flight else None
-    schedule = build(shape.schedule, shape.stages, microbatches, 2, in_flight=in_flight)
+    schedule = schedule_of(shape, microbatches, groups=2)
     title = f"{shape.schedule}, P={shape.stages}"
     if microbatches < shape.microbatches:
         title += f", drawn with {microbatches} of {shape.microbatches} microbatches"

@@ -19,6 +19,7 @@ from slipstream.models.cut import Layers
 from slipstream.plan.devices import FREE, Device, Runtime
 from slipstream.plan.memory import Precision
 from slipstream.plan.parts import Model, Part, stage_parts, stage_seconds
+from slipstream.schedule.actions import Schedule
 from slipstream.schedule.costs import Costs
 from slipstream.schedule.cutover import free_cutover
 from slipstream.schedule.generate import GENERATORS, build
@@ -229,11 +230,15 @@ def with_cutover(times: StageTimes, shape: Shape) -> Shape:
     return replace(shape, cutover=free_cutover(shape.stages, shape.microbatches, shape.in_flight, slack))
 
 
+def schedule_of(shape: Shape, microbatches: int, groups: int) -> Schedule:
+    """The shape's schedule; with fewer microbatches than the shape has, as many are old and in flight as can be."""
+    old = None if shape.cutover is None else min(shape.cutover, microbatches)
+    in_flight = None if shape.in_flight is None else min(shape.in_flight, microbatches + 1)
+    return build(shape.schedule, shape.stages, microbatches, groups, in_flight=in_flight, cutover=old)
+
+
 def _period(shape: Shape, microbatches: int, given: Costs) -> float:
-    old = None if shape.cutover is None else min(shape.cutover, microbatches)  # of fewer, as many old ones
-    options = {"in_flight": shape.in_flight, "cutover": old}
-    schedule = build(shape.schedule, shape.stages, microbatches, _groups(shape), **options)
-    return simulate(schedule, given).time_per_update
+    return simulate(schedule_of(shape, microbatches, _groups(shape)), given).time_per_update
 
 
 def _extrapolated(shape: Shape, given: Costs) -> float:
