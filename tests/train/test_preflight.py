@@ -69,8 +69,8 @@ def test_torchs_schedules_mask_documents_from_a_version_on(tmp_path, monkeypatch
 def test_the_banner_needs_no_torch_and_names_what_matters(tmp_path):
     code = (
         "import sys; from slipstream.cli.train import parse; from slipstream.train.preflight import prepare\n"
-        "from slipstream.train.banner import banner\n"
-        "print(banner(prepare(parse(sys.argv[1:])))); assert 'torch' not in sys.modules"
+        "from slipstream.train.banner import banner; from slipstream.train.cutovers import expected\n"
+        "print(banner(expected(prepare(parse(sys.argv[1:]))))); assert 'torch' not in sys.modules"
     )
     done = subprocess.run(
         [

@@ -11,6 +11,7 @@ from slipstream.config.load import keys
 from slipstream.distributed import started_by_torchrun
 from slipstream.errors import UserError
 from slipstream.train.banner import facts
+from slipstream.train.cutovers import expected
 from slipstream.train.preflight import prepare
 from slipstream.train.start import start
 
@@ -35,7 +36,7 @@ def train(
     config = parse([*(arguments or []), *(["train.quiet=true"] if quiet else [])])
     if dry_run:
         config = prepare(config)
-        known = facts(config)  # before anything is printed: it may find a mistake
+        known = facts(expected(config))  # before anything is printed: it may find a mistake
         print(to_toml(config))
         print("\n".join(f"# {name}: {value}" for name, value in known.items()))
         return

@@ -9,11 +9,13 @@ from slipstream.config.settings import updates
 from slipstream.formats import si
 from slipstream.models.sizes import active_parameters, flops_per_token, parameters
 from slipstream.optimizers import OPTIMIZERS, check_options
-from slipstream.schedule.cutover import default_cutover
 from slipstream.train.preflight import cpu_only
+
+FIRST_OLD = "the first c of m one update old"
 
 
 def banner(config: Config) -> str:
+    """`config` has the cutover of the run (`cutovers.expected`)."""
     pipeline, train, optim = config.pipeline, config.train, config.optim
     total = train.steps * config.tokens_per_step
     device = "cpu" if cpu_only() else "a GPU if there is one, else cpu"
@@ -52,24 +54,16 @@ def _own(config: Config) -> tuple[str | None, str]:
     return (module, "your own") if module is not None else (config.model.hf, "by transformers")
 
 
-def _old(config: Config) -> int | float | list[int]:
-    """How many microbatches of a group read weights one update old; a run that goes on keeps its own."""
-    pipeline = config.pipeline
-    if pipeline.cutover is not None:
-        return pipeline.cutover
-    emulated, m = pipeline.schedule == "emulate", pipeline.microbatches
-    return m if emulated else default_cutover(config.stages, m)
-
-
 def _schedule(config: Config) -> str:
     pipeline = config.pipeline
     if pipeline.schedule == "emulate":
-        return f"emulate: one process, m={pipeline.microbatches}, delay {pipeline.delay}"
+        old = "" if pipeline.cutover is None else f", c={pipeline.cutover}, {FIRST_OLD}"
+        return f"emulate: one process, m={pipeline.microbatches}, delay {pipeline.delay}{old}"
     words = [f"P={pipeline.stages} stages", f"m={pipeline.microbatches}"]
     if config.synchronous:
         words.append("flushed at every update")
     else:
-        words.append(f"c={_old(config)}, no flush, the first c of m one update old")
+        words.append(f"c={pipeline.cutover}, no flush, {FIRST_OLD}")
     if pipeline.data_ranks > 1:
         words.append(f"{pipeline.data_ranks} data ranks")
     return f"{pipeline.schedule}: {', '.join(words)}"
@@ -89,11 +83,10 @@ def facts(config: Config) -> dict[str, str]:
             "tokens in all": f"{tokens:,} ({tokens / parameters(model):.3g} per parameter)",
             "training FLOPs": f"{flops * tokens:.3g} ({flops:.3g} per token)",
         }
-    old = f"{_old(config)} of {pipeline.microbatches} microbatches"
+    cutover = pipeline.microbatches if pipeline.cutover is None else pipeline.cutover
+    old = f"{cutover} of {pipeline.microbatches} microbatches"
     if not config.late:
         old = "nothing: every gradient is of the newest weights"
-    elif pipeline.cutover is None and pipeline.schedule == "2bw":
-        old += " (a run that goes on keeps its own)"
     return about | {
         "tokens per update": f"{config.tokens_per_step:,} ({pipeline.microbatches} microbatches x "
         f"{pipeline.microbatch_size} sequences x {config.data.sequence} tokens)",

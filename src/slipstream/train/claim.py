@@ -10,7 +10,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from slipstream.config import Config, from_tree
 from slipstream.errors import UserError
+from slipstream.formats import parse_toml
 from slipstream.metrics.events import EVENTS_FILE
 
 LOCK_FILE = "lock"
@@ -42,8 +44,25 @@ def is_run(folder: Path) -> bool:
     return (
         _starts(folder / LOCK_FILE, bytes.isdigit)
         or _starts(folder / EVENTS_FILE, lambda line: line.startswith(b'{"event"'))
-        or any((folder / "checkpoints").glob("step-*/manifest.json"))
+        or has_checkpoints(folder)
     )
+
+
+def has_checkpoints(folder: Path) -> bool:
+    return any((folder / "checkpoints").glob("step-*/manifest.json"))
+
+
+def run_of(source: Path) -> Path:
+    """The folder of the run that `source` names: itself, or that of its checkpoints or of one of them."""
+    return next((folder for folder in (source, *source.parents) if has_checkpoints(folder)), source)
+
+
+def last_started(folder: Path) -> Config | None:
+    """The config that was last started here; None where nothing says so."""
+    try:
+        return from_tree(parse_toml((folder / "config.toml").read_text(encoding="utf-8")))
+    except (OSError, UserError, ValueError):
+        return None
 
 
 def _starts(path: Path, looks_right: Callable[[bytes], bool]) -> bool:

@@ -5,12 +5,17 @@ A run of before there was a choice had all its microbatches old, and goes on so.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from slipstream.config import Change, Config
 from slipstream.config import changes as all_changes
-from slipstream.schedule.cutover import default_cutover, free_cutover
+from slipstream.schedule.costs import Costs
+from slipstream.schedule.cutover import default_cutover
 from slipstream.schedule.steady import steady
+from slipstream.train.claim import has_checkpoints, last_started, run_of
 
-_FELT = 1.005  # an update that takes this many times as long is worth a word
+_FELT = 1.01  # an update that takes this many times as long is worth a figure
+_USUAL = Costs(forward=1.0, backward=2.0, update=0.5, update_latency=0.1)  # an update is never free
 
 
 def with_cutover(config: Config, stored: Config | None) -> Config:
@@ -31,6 +36,15 @@ def with_cutover(config: Config, stored: Config | None) -> Config:
     return decided(config, m if apart else default_cutover(config.stages, m))
 
 
+def expected(config: Config) -> Config:
+    """`config` with the cutover that a start will find, as far as the folder of its run (or of the one that it is
+    forked from) tells without torch. What the start itself decides is `folder.plan`'s."""
+    folder = Path(config.run.dir)
+    if not has_checkpoints(folder) and config.run.fork_from is not None:
+        folder = run_of(Path(config.run.fork_from))
+    return with_cutover(config, last_started(folder) if has_checkpoints(folder) else None)
+
+
 def decided(config: Config, cutover: int | float | list[int] | None) -> Config:
     return config.changed(pipeline={"cutover": cutover})
 
@@ -46,23 +60,28 @@ def _named(config: Config) -> Config:
     return decided(config, config.pipeline.microbatches)
 
 
-def waits(config: Config) -> list[str]:
-    """A sentence where these stages have to wait at the cutover, with the figure of what that costs."""
+def waits(config: Config, before: Config | None) -> list[str]:
+    """A sentence where these stages have to wait at the cutover, with the figure of what that costs; nothing where the
+    run has been started like this before (`before`: as it was started last)."""
     pipeline, cutover = config.pipeline, config.pipeline.cutover
     if pipeline.schedule != "2bw" or not isinstance(cutover, int) or pipeline.stages is None:
         return []
-    free = free_cutover(pipeline.stages, pipeline.microbatches)
-    if cutover >= free:
+    usual = default_cutover(pipeline.stages, pipeline.microbatches)
+    if cutover >= usual or (before is not None and _layout(before) == _layout(config)):
         return []
     times = [
-        steady("2bw", pipeline.stages, pipeline.microbatches, cutover=old, in_flight=pipeline.in_flight)
-        for old in (cutover, free)
+        steady(
+            "2bw", pipeline.stages, pipeline.microbatches, _USUAL, cutover=old, in_flight=pipeline.in_flight
+        )
+        for old in (cutover, usual)
     ]
     ratio = times[0].time_per_update / times[1].time_per_update
-    if ratio < _FELT:
-        return []
+    longer = f"{ratio:.2f} times as long" if ratio >= _FELT else "less than 1 % longer"
     return [
-        f"The cutover of this run is {cutover} of {pipeline.microbatches} microbatches and is kept; {pipeline.stages} "
-        f"stages need {free} not to wait at it. By the simulator an update takes {ratio:.2f} times as long as without "
-        "the wait."
+        f"The cutover of this run is {cutover} of {pipeline.microbatches} microbatches; {pipeline.stages} stages need "
+        f"{usual} not to wait at it. By the simulator, with quick links and updates, an update takes {longer}."
     ]
+
+
+def _layout(config: Config) -> tuple[object, ...]:
+    return config.pipeline.schedule, config.pipeline.stages, config.pipeline.microbatches

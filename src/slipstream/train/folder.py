@@ -26,12 +26,11 @@ from typing import IO, Any
 
 from slipstream.config import Change, Config, from_tree, to_toml
 from slipstream.errors import CheckpointError, DiskError, InUseError, UserError
-from slipstream.formats import parse_toml
 from slipstream.metrics.events import EVENTS_FILE, number, read_run
 from slipstream.metrics.record import Cut, cut_back, finished_at, has_event
 from slipstream.train import checkpoint, cutovers, in_memory, provenance
 from slipstream.train.build import learning_rate
-from slipstream.train.claim import LOCK_FILE, refuse_foreign
+from slipstream.train.claim import LOCK_FILE, last_started, refuse_foreign
 from slipstream.train.own_model import changed_description
 from slipstream.train.remote import Copy, Remote
 from slipstream.train.state import digest
@@ -227,7 +226,7 @@ def write_environment(
 
 def _ended(folder: Path, config: Config, new: Plan) -> Plan | None:
     """A finished run without a checkpoint (checkpoint.keep = 0); None where there is no such run."""
-    steps, stored = finished_at(folder), _stored(folder)
+    steps, stored = finished_at(folder), last_started(folder)
     if steps is None or stored is None:
         return None
     config = cutovers.with_cutover(config, stored)
@@ -239,17 +238,9 @@ def _ended(folder: Path, config: Config, new: Plan) -> Plan | None:
     return replace(new, step=steps, finished=True)
 
 
-def _stored(folder: Path) -> Config | None:
-    """The config that was last started here; None where nothing says so."""
-    try:
-        return from_tree(parse_toml((folder / "config.toml").read_text(encoding="utf-8")))
-    except (OSError, UserError, ValueError):
-        return None
-
-
 def _set_aside(folder: Path, config: Config) -> list[str]:
     """The log of another run that never came to a checkpoint is kept under another name."""
-    events, stored = folder / EVENTS_FILE, _stored(folder)
+    events, stored = folder / EVENTS_FILE, last_started(folder)
     if (
         not events.is_file()
         or not events.stat().st_size

@@ -27,6 +27,7 @@ from slipstream.train import checkpoint, closing, cutovers, in_memory, same_fold
 from slipstream.train import folder as folders
 from slipstream.train.assemble import assemble, position_of
 from slipstream.train.board import Board, beating
+from slipstream.train.claim import last_started
 from slipstream.train.elastic import fitted
 from slipstream.train.folder import Plan
 from slipstream.train.remote import remote_of
@@ -140,8 +141,9 @@ def _agree_on_plan(
                     remote.forget_from(rolled.failed_at)
             with beating(board, "planning"):  # large checkpoints, and new data, take a while
                 contents = {"training": train_data.contents(), "validation": valid_data.contents()}
+                before = last_started(folder)
                 plan = folders.plan(folder, asked_for, train_data.fingerprint(), contents, remote)
-                notes = cutovers.waits(cutovers.decided(config, plan.cutover))
+                notes = cutovers.waits(cutovers.decided(config, plan.cutover), before)
                 stages = asked_for.pipeline.stages
                 plan = dataclasses.replace(plan, notes=(*plan.notes, *notes), stages=stages)
             if rolled is not None:

@@ -19,7 +19,7 @@ from slipstream.distributed import RankPool, forwarded_signals, partitioned, sta
 from slipstream.distributed.answers import STACKS
 from slipstream.errors import StoppedError, UserError
 from slipstream.metrics.progress import unbroken_console
-from slipstream.train import preflight
+from slipstream.train import cutovers, preflight
 from slipstream.train.banner import banner
 from slipstream.train.elastic import fitted, supervise
 from slipstream.train.sources import data_folder
@@ -36,7 +36,7 @@ def start(config: Config) -> str:
     config = preflight.prepare(config)
     preflight.check(config)
     say = (lambda text: None) if config.train.quiet else _say
-    say(banner(config))
+    say(banner(cutovers.expected(config)))
     once = cache(say)
     data_folder(
         config,
@@ -83,7 +83,7 @@ def _under_torchrun(config: Config, command: str) -> str:
             world.wait_until_over()
             return "finished"
         if world.rank == 0 and not config.train.quiet:
-            _say(banner(now))
+            _say(banner(fitted(cutovers.expected(config), ranks)))
         asked = Words(config) if world.rank == 0 else None
         return run_rank(world, config.model_dump(), command, asked)["reason"]
 

@@ -1,0 +1,95 @@
+"""The cutover of a run, before it starts: what its banner shows, and what is said where stages will wait at it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from slipstream.config import Config, load, resolve, to_toml
+from slipstream.train.banner import banner, facts
+from slipstream.train.cutovers import expected, waits
+from slipstream.train.folder import checkpoints
+
+
+def config(folder, *overrides: str) -> Config:
+    return resolve(load(None, [f"run.dir={folder}", "pipeline.microbatches=6", *overrides]))
+
+
+def run(folder, *overrides: str) -> Config:
+    """What a run with a checkpoint leaves behind that says how it was started."""
+    made = expected(config(folder, *overrides))
+    step = checkpoints(folder) / "step-00000004"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    (folder / "config.toml").write_text(to_toml(made))
+    return made
+
+
+def shown(made: Config) -> tuple[str, str]:
+    """What the banner and a dry run say of the old part."""
+    made = expected(made)
+    (line,) = (line for line in banner(made).splitlines() if line.startswith("  schedule"))
+    return line, facts(made)["old part"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "old"),
+    [
+        (["pipeline.stages=2"], 3),
+        (["pipeline.stages=4"], 5),
+        (["pipeline.stages=2", "pipeline.cutover=1"], 1),
+        (["pipeline.stages=2", "optim.correction=delay_compensation"], 6),
+        (["pipeline.schedule=emulate", "pipeline.cutover=2"], 2),
+    ],
+)
+def test_the_old_part_is_shown(tmp_path, overrides, old):
+    line, fact = shown(config(tmp_path / "new", *overrides))
+    assert f"c={old}, " in line
+    assert fact == f"{old} of 6 microbatches"
+
+
+def test_a_run_that_goes_on_or_is_forked_is_shown_with_its_own(tmp_path):
+    run(tmp_path / "run", "pipeline.stages=2")
+    line, fact = shown(config(tmp_path / "run", "pipeline.stages=4"))
+    assert "P=4 stages, m=6, c=3, " in line
+    assert fact == "3 of 6 microbatches"
+    for source in ("run", "run/checkpoints", "run/checkpoints/step-00000004"):
+        fork = config(tmp_path / "fork", "pipeline.stages=4", f"run.fork_from={tmp_path / source}")
+        assert "c=3, " in shown(fork)[0]
+    (tmp_path / "run/checkpoints/step-00000004/manifest.json").unlink()
+    assert "c=5, " in shown(config(tmp_path / "run", "pipeline.stages=4"))[0], "nothing to go on with"
+
+
+@pytest.mark.parametrize(
+    ("stages", "cutover", "words"),
+    [
+        (2, 3, None),
+        (2, 2, "2 of 6 microbatches; 2 stages need 3 not to wait at it. .* less than 1 % longer"),
+        (2, 1, "2 stages need 3 .* less than 1 % longer"),
+        (4, 4, "4 stages need 5 .* less than 1 % longer"),
+        (4, 2, r"4 stages need 5 .* an update takes 1\.17 times as long"),
+        (4, 1, r"an update takes 1\.33 times as long"),
+        (4, 0, r"an update takes 1\.49 times as long"),
+        (1, 1, None),
+    ],
+)
+def test_a_wait_at_the_cutover_is_said_with_its_figure(tmp_path, stages, cutover, words):
+    asked = config(tmp_path, f"pipeline.stages={stages}", f"pipeline.cutover={cutover}")
+    notes = waits(asked, None)
+    if words is None:
+        assert notes == []
+    else:
+        (note,) = notes
+        assert re.search(words, note), note
+
+
+def test_it_is_said_once(tmp_path):
+    two, four = (
+        config(tmp_path, f"pipeline.stages={stages}", "pipeline.cutover=1", f"train.steps={steps}")
+        for stages, steps in ((2, 500), (4, 600))
+    )
+    assert waits(four, before=two)
+    assert not waits(four, before=four)
+    assert not waits(two, before=config(tmp_path, "pipeline.stages=2", "pipeline.cutover=1"))
+    assert waits(two, before=four)
