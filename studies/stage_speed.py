@@ -75,7 +75,6 @@ CANDIDATES = {
     "chunked_loss_rows_x2": Candidate((CHUNKED,), rows=2),
     "bf16_sums": Candidate((NARROW_SUMS,)),
     "bf16_momentum": Candidate(("optim.options.state_dtype=bfloat16",)),
-    "polar_express": Candidate(("optim.options.polynomial=polar_express", "optim.options.steps=4")),
     "cublaslt": Candidate(blas="cublaslt"),
     "cudnn_chunked_cublaslt": Candidate((CUDNN, CHUNKED), blas="cublaslt"),
     "stage": Candidate((STAGE,)),

@@ -47,19 +47,19 @@ OPTIMIZERS: dict[str, Defaults] = {
     ),
     "muon": Defaults(
         {"lr": 2e-3, "weight_decay": 0.1, "momentum": 0.95, "lookahead": 1, "scale": "match_rms_adamw"}
-        | {"steps": 5, "polynomial": "jordan", "state_dtype": None}
+        | {"steps": 5, "state_dtype": None}
         | ADAMW_REST,
         "Jordan et al. 2024; scale, decay and one lr for both parts from Liu et al. 2025",
     ),
     "normuon": Defaults(
         {"lr": 2e-3, "weight_decay": 0.1, "momentum": 0.95, "lookahead": 1, "scale": "match_rms_adamw"}
-        | {"row_beta": 0.95, "steps": 5, "polynomial": "jordan", "state_dtype": None}
+        | {"row_beta": 0.95, "steps": 5, "state_dtype": None}
         | ADAMW_REST,
         "Li et al. 2025: Muon with rows evened out; betas theirs, the rest as Muon",
     ),
     "scion": Defaults(
         {"lr": 0.018, "weight_decay": 0.02, "momentum": 0.9, "lookahead": 0, "scale": "spectral", "steps": 5}
-        | {"polynomial": "jordan", "state_dtype": None, **ADAMW_REST, "adamw_lr": 1e-3},
+        | {"state_dtype": None, **ADAMW_REST, "adamw_lr": 1e-3},
         "Pethick et al. 2025, examples/modded-nanogpt of LIONS-EPFL/scion: lr 3.6e-4 times radius 50, decay 1 / radius "
         "(their constrained form; 0: unconstrained), momentum 1 - 0.1; their sign rule for the head is AdamW here",
     ),

@@ -99,9 +99,9 @@ def orthogonalised(world) -> list[int]:
     counts: list[int] = []
     kept = newton_schulz.orthogonalise
 
-    def counting(stack: Tensor, *iterations) -> Tensor:
+    def counting(stack: Tensor, steps: int) -> Tensor:
         counts.append(len(stack))
-        return kept(stack, *iterations)
+        return kept(stack, steps)
 
     newton_schulz.orthogonalise = counting
     try:

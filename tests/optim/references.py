@@ -7,14 +7,15 @@ import math
 import torch
 from torch import Tensor
 
-JORDAN = ((3.4445, -4.7750, 2.0315),) * 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-def orthogonal(matrix: Tensor, iterations=JORDAN) -> Tensor:
+def orthogonal(matrix: Tensor) -> Tensor:
     if matrix.shape[0] > matrix.shape[1]:
-        return orthogonal(matrix.T, iterations).T
+        return orthogonal(matrix.T).T
+    a, b, c = COEFFICIENTS
     x = matrix / matrix.norm()
-    for a, b, c in iterations:
+    for _ in range(5):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x
@@ -66,7 +67,7 @@ def sgd(w, grads, lr, weight_decay, momentum, dampening, nesterov):
     return w
 
 
-def muon(w, grads, lr, weight_decay, momentum, lookahead, scale, row_beta=None, iterations=JORDAN):
+def muon(w, grads, lr, weight_decay, momentum, lookahead, scale, row_beta=None):
     rows, columns = w.shape
     factor = {
         "match_rms_adamw": 0.2 * math.sqrt(max(rows, columns)),
@@ -79,7 +80,7 @@ def muon(w, grads, lr, weight_decay, momentum, lookahead, scale, row_beta=None, 
         u = m
         for _ in range(lookahead):
             u = (1 - momentum) * g + momentum * u
-        o = orthogonal(u, iterations)
+        o = orthogonal(u)
         if row_beta is not None:
             second = row_beta * second + (1 - row_beta) * (o * o).mean(dim=1, keepdim=True)
             even = o / second.sqrt()

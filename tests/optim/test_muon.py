@@ -12,8 +12,14 @@ from torch import Tensor, nn
 from optim import references
 from slipstream.errors import UserError
 from slipstream.optim.muon import Muon
-from slipstream.optim.newton_schulz import orthogonal_stacks, orthogonalise, orthogonalise_by_gram, stacks
-from slipstream.optim.polynomials import polynomials
+from slipstream.optim.newton_schulz import (
+    COEFFICIENTS,
+    STEPS,
+    orthogonal_stacks,
+    orthogonalise,
+    orthogonalise_by_gram,
+    stacks,
+)
 
 SHAPES = [(128, 128), (64, 128), (384, 128), (128, 384), (7, 13), (3, 5), (2, 3), (31, 97), (1, 8), (40, 6)]
 
@@ -72,54 +78,50 @@ def test_orthogonalise_agrees_with_an_fp32_reference(shape):
     assert singular.max() < 1.3
 
 
-FIVE, FOUR = polynomials(), polynomials("polar_express", 4)
-
-
-@pytest.mark.parametrize("iterations", [FIVE, FOUR])
 @pytest.mark.parametrize("decades", [0, 2, 4])
 @pytest.mark.parametrize("shape", [(60, 160), (160, 60), (96, 96)])
-def test_the_gram_form_in_fp16_is_nearer_to_the_exact_polynomial_than_the_plain_form_in_bf16(
-    shape, decades, iterations
-):
+def test_the_gram_form_in_fp16_is_nearer_to_the_exact_polynomial_than_the_plain_form_in_bf16(shape, decades):
     generator = torch.Generator().manual_seed(decades)
     u, s, v = torch.linalg.svd(
         torch.randn(shape, generator=generator, dtype=torch.float64), full_matrices=False
     )
     matrix = u @ torch.diag(torch.logspace(0, -decades, len(s), dtype=torch.float64) if decades else s) @ v
-    exact = references.orthogonal(matrix, iterations)
-    plain = orthogonalise(matrix[None].bfloat16(), iterations)[0].double()
-    gram = orthogonalise_by_gram((matrix / matrix.norm())[None].half(), iterations)[0].double()
+    exact = references.orthogonal(matrix)
+    plain = orthogonalise(matrix[None].bfloat16())[0].double()
+    gram = orthogonalise_by_gram((matrix / matrix.norm())[None].half(), STEPS, COEFFICIENTS)[0].double()
     assert (gram - exact).norm() < (plain - exact).norm()
     assert (gram - exact).norm() < 0.1 * exact.norm()
 
 
-@pytest.mark.parametrize("iterations", [FIVE, FOUR])
-@pytest.mark.parametrize("rank", [1, 4])
-def test_the_gram_form_survives_matrices_of_low_rank(rank, iterations):
+@pytest.mark.parametrize("shape", [(2, 64), (4, 512), (96, 160)])
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.1])
+def test_the_gram_form_survives_matrices_of_low_rank(shape, noise):
+    """Routers of experts are this small."""
     generator = torch.Generator().manual_seed(0)
-    low = torch.randn(96, rank, generator=generator) @ torch.randn(rank, 160, generator=generator)
-    found = orthogonalise_by_gram((low / low.norm())[None].half(), iterations)[0]
-    assert torch.isfinite(found).all()
-    assert torch.linalg.matrix_norm(found.double(), 2) < 1.3
+    for rank in (1, 2, 4):
+        left, right = (
+            torch.randn(30, *sides, generator=generator) for sides in ((shape[0], rank), (rank, shape[1]))
+        )
+        low = left @ right + noise * torch.randn(30, *shape, generator=generator)
+        low /= torch.linalg.matrix_norm(low, keepdim=True)
+        found = orthogonalise_by_gram(low.half(), STEPS, COEFFICIENTS)
+        assert torch.isfinite(found).all()
+        assert torch.linalg.matrix_norm(found.double(), 2).max() < 1.3
 
 
-@pytest.mark.parametrize("iterations", [FIVE, FOUR])
 @pytest.mark.parametrize("scale", ["match_rms_adamw", "original", "spectral"])
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("shape", [(48, 96), (96, 48)])
-def test_the_rule(shape, lookahead, scale, iterations):
+def test_the_rule(shape, lookahead, scale):
     torch.manual_seed(3)
     start, grads = torch.randn(shape), [torch.randn(shape) for _ in range(4)]
     options = {"lr": 0.02, "momentum": 0.9, "lookahead": lookahead, "weight_decay": 0.1, "scale": scale}
-    four = {"polynomial": "polar_express", "steps": 4} if iterations is FOUR else {}
     weight = nn.Parameter(start.clone())
-    optimizer = Muon([{"params": [weight], "algorithm": "muon"}], **options, **four)
+    optimizer = Muon([{"params": [weight], "algorithm": "muon"}], **options)
     for grad in grads:
         weight.grad = grad.clone()
         optimizer.step()
-    expected = references.muon(
-        start.double(), [grad.double() for grad in grads], **options, iterations=iterations
-    )
+    expected = references.muon(start.double(), [grad.double() for grad in grads], **options)
     torch.testing.assert_close(weight.detach().double(), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -64,13 +64,7 @@ def trained(shapes, places, most, monkeypatch, **options):
 @pytest.mark.skipif(not runs_on(DEVICE), reason="needs Triton")
 @pytest.mark.parametrize(
     ("places", "options"),
-    [
-        (1, {}),
-        (2, {}),
-        (3, {}),
-        (2, {"state_dtype": "bfloat16"}),
-        (2, {"lookahead": 2, "steps": 3, "polynomial": "polar_express"}),
-    ],
+    [(1, {}), (2, {}), (3, {}), (2, {"state_dtype": "bfloat16"}), (2, {"lookahead": 2, "steps": 3})],
 )
 @pytest.mark.parametrize("shapes", SMALL + (LARGER if DEVICE.type == "cuda" else []))
 def test_a_recorded_step_changes_no_bit(shapes, places, options, recorder, monkeypatch):

@@ -115,6 +115,25 @@ def test_a_piece_that_is_a_link_is_refused(run):
         checkpoint.verify(newest(run))
 
 
+def test_a_setting_that_the_optimizer_did_not_have_yet_has_its_default(run, tmp_path):
+    """Of an older version of it, or of torch's."""
+    shutil.copytree(run / "run", run / "before")
+    resume(run)
+    expected = load_master(run / "run").weights
+    shutil.rmtree(run / "run")
+    shutil.move(run / "before", run / "run")
+    path = newest(run) / "stage-000.json"
+    tree = json.loads(path.read_text())
+    for hyper in tree["tree"]["hyper"].values():
+        hyper.pop("lookahead", None)
+        hyper.pop("fused", None)
+    path.write_text(json.dumps(tree))
+    seal(newest(run))
+    resume(run)
+    found = load_master(run / "run").weights
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
 def test_a_state_of_another_step_is_refused(run):
     path = newest(run) / "stage-000.json"
     tree = json.loads(path.read_text())

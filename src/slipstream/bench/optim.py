@@ -35,7 +35,6 @@ from slipstream.optim.muon import Muon
 from slipstream.pipeline.emulator import Emulator
 
 OURS, TORCH, LIBRARY = "slipstream muon", "torch.optim.Muon", "pytorch-optimizer Muon"
-POLAR = {"polynomial": "polar_express", "steps": 4}
 CORRECTIONS = ("none", "error_feedback")
 
 
@@ -87,7 +86,6 @@ def _capped(basis: str, params: list[nn.Parameter]) -> Optimizer:
 
 CONTENDERS: Mapping[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     OURS: lambda params: Muon([{"params": params, "algorithm": "muon"}]),
-    f"{OURS}, polar_express": lambda params: Muon([{"params": params, "algorithm": "muon"}], **POLAR),
     TORCH: lambda params: torch.optim.Muon(params, adjust_lr_fn="match_rms_adamw"),
     LIBRARY: _library_muon,
     **{f"adamw_capped, {basis}": partial(_capped, basis) for basis in ("qr", "cholesky")},

@@ -34,8 +34,7 @@ from torch.optim.adamw import adamw
 from slipstream.distributed.groups import Wait
 from slipstream.errors import UserError
 from slipstream.lists import add_, add_recorded, can_combine, copy_, lerp_, lerp_and_add
-from slipstream.optim.newton_schulz import Stack, orthogonal_stacks
-from slipstream.optim.polynomials import STEPS, Coefficients, polynomials
+from slipstream.optim.newton_schulz import STEPS, Stack, orthogonal_stacks
 from slipstream.optim.recorded_step import RecordedSteps
 from slipstream.optim.sharded import Batch, Exchanges, Grouping, group_matrices, local, orthogonal
 from slipstream.optim.velocity import adam_velocity, groups_and_states
@@ -62,18 +61,16 @@ class Muon(Optimizer):
         scale: str = "match_rms_adamw",
         row_beta: float | None = None,
         steps: int = STEPS,
-        polynomial: str = "jordan",
         state_dtype: str | None = None,
     ) -> None:
-        """`polynomial`: of Newton-Schulz, "jordan" or "polar_express", with which four steps are enough.
-        `state_dtype`: "bfloat16" for momentum of half the size; None: that of the parameters."""
+        """`state_dtype`: "bfloat16" for momentum of half the size; None: that of the parameters."""
         if scale not in SCALES:
             raise UserError(f"Muon has no scale {scale!r}. Set scale to {', '.join(SCALES)}.")
-        if not 0 <= momentum < 1 or lookahead < 0:
+        if not 0 <= momentum < 1 or lookahead < 0 or steps < 1 or steps != int(steps):
             raise UserError(
-                f"Muon needs 0 <= momentum < 1 and lookahead >= 0, not {momentum=}, {lookahead=}."
+                f"Muon needs 0 <= momentum < 1, lookahead >= 0 and whole steps >= 1, not {momentum=}, "
+                f"{lookahead=}, {steps=}."
             )
-        polynomials(polynomial, steps)  # it refuses what it does not know
         if state_dtype not in STATE_DTYPES:
             raise UserError(
                 f"Muon has no state_dtype {state_dtype!r}. Leave it out, or set it to 'bfloat16'."
@@ -85,7 +82,6 @@ class Muon(Optimizer):
                 "scale": scale,
                 "row_beta": row_beta,
                 "steps": int(steps),
-                "polynomial": polynomial,
                 "state_dtype": state_dtype,
             },
             # One pass over memory; the key also makes load_state_dict move `step` to the parameters' device.
@@ -109,9 +105,6 @@ class Muon(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy makes process groups of its own."""
         super().__setstate__(state)
-        for group in self.param_groups:
-            if group["algorithm"] == "muon":  # of a state from before there was a choice
-                group.setdefault("polynomial", "jordan")
         self._groups = self._exchange_groups()
         self._groupings = {}
         self._steps = RecordedSteps()
@@ -204,7 +197,7 @@ class Muon(Optimizer):
         recordable = blend and group["row_beta"] is None
         if recordable and self._recorded(group, params, terms_of, grouping.whole, fill_with):
             grouping = replace(grouping, whole=[])
-        for item in orthogonal(params, partial(fill_with, terms_of), _iterations(group), grouping):
+        for item in orthogonal(params, partial(fill_with, terms_of), group["steps"], grouping):
             if not isinstance(item, Batch):
                 yield item
                 continue
@@ -241,12 +234,12 @@ class Muon(Optimizer):
 
         def body(numbers: Tensor, grads: Sequence[Tensor], memories: Sequence[Tensor]) -> None:
             fill = partial(fill_with, dict(zip(indices, grads, strict=True)))
-            batches = orthogonal_stacks(stacks, fill, _iterations(group), memories)
+            batches = orthogonal_stacks(stacks, fill, group["steps"], memories)
             for (batch, directions), pair in zip(batches, numbers.unbind(), strict=True):
                 add_recorded([local(params[i]) for i in batch], directions, pair)
 
         places = tuple(tensor.data_ptr() for tensor in chain(weights, moments))
-        kind = (places, group["momentum"], group["lookahead"], _iterations(group))
+        kind = (places, group["momentum"], group["lookahead"], group["steps"])
         decay = 1 - group["lr"] * group["weight_decay"]
         numbers = [(decay, -_rate(group, params[stack.indices[0]])) for stack in stacks]
         return self._steps.run(kind, body, [*weights, *moments], terms, stacks, numbers)
@@ -277,9 +270,9 @@ class Muon(Optimizer):
         pairs = list(groups_and_states(self, params))
         ahead = {i: adam_velocity(*pair) for i, pair in enumerate(pairs) if pair[0]["algorithm"] == "adamw"}
         matrices = [i for i in range(len(pairs)) if i not in ahead]
-        for iterations in sorted({_iterations(pairs[i][0]) for i in matrices}):
-            own = [i for i in matrices if _iterations(pairs[i][0]) == iterations]
-            ahead |= self._matrices_ahead(own, params, pairs, iterations)
+        for steps in sorted({pairs[i][0]["steps"] for i in matrices}):
+            own = [i for i in matrices if pairs[i][0]["steps"] == steps]
+            ahead |= self._matrices_ahead(own, params, pairs, steps)
         return [ahead[i] if i in ahead else torch.zeros_like(local(p)) for i, p in enumerate(params)]
 
     def _matrices_ahead(
@@ -287,14 +280,14 @@ class Muon(Optimizer):
         own: list[int],
         params: Sequence[Parameter],
         pairs: Sequence[tuple[dict[str, Any], Mapping[str, Any]]],
-        iterations: Sequence[Coefficients],
+        steps: int,
     ) -> dict[int, Tensor]:
         def fill(batch: list[int], outs: list[Tensor]) -> None:
             copy_(outs, [local(pairs[own[k]][1]["momentum_buffer"]) for k in batch])
 
         ahead = {}
         chosen = [params[i] for i in own]
-        for item in orthogonal(chosen, fill, iterations, group_matrices(chosen, self._groups)):
+        for item in orthogonal(chosen, fill, steps, group_matrices(chosen, self._groups)):
             if not isinstance(item, Batch):
                 item.wait()
                 continue
@@ -315,10 +308,6 @@ def _by_rows(direction: Tensor, second_moment: Tensor, beta: float | None = None
     even = direction / (second_moment.sqrt() + _ROW_EPS)
     before, after = (torch.linalg.matrix_norm(tensor, keepdim=True) for tensor in (direction, even))
     return even.mul_(before / (after + _ROW_EPS))
-
-
-def _iterations(group: Mapping[str, Any]) -> tuple[Coefficients, ...]:
-    return polynomials(group["polynomial"], group["steps"])
 
 
 def _rate(group: dict[str, Any], parameter: Tensor) -> float:

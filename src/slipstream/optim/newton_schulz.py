@@ -4,8 +4,8 @@ With X = M / ||M||_F, on the smaller side of each matrix,
 
     A = X Xᵀ        X ← a X + (b A + c A²) X        five times,
 
-brings every singular value near 1 while keeping the singular vectors (Jordan et al. 2024). What a, b, c are in each
-iteration, `polynomials.py` says. Shapes: N matrices, R rows, C columns.
+brings every singular value near 1 while keeping the singular vectors (Jordan et al. 2024, whose a, b, c these
+are). Shapes: N matrices, R rows, C columns.
 
 Invariant: what comes out for one matrix does not depend on which others share its stack. Only batched
 products and per-matrix norms are used, which on one CPU thread give the same bits at every N. So a stage
@@ -24,12 +24,11 @@ Every product but the last is symmetric (`kernels/symmetric.py`: half the work) 
 For [960, 2560] that is 26 GFLOP instead of 56. The identity's part of Q and of a I + Z is kept apart as a
 scalar, because half precision would round small entries away beside it; Q gets it in the end.
 
-G loses small eigenvalues to rounding as it is iterated, the more the further they have grown, so before they would
-have grown too far (three iterations of Jordan's polynomial, two of the Polar Express) X is multiplied and G made anew.
-In fp16, which X of norm 1 fits into, the result is nearer to the exact polynomial's than the plain iteration in bf16:
-0.3 against 1.0 % on Gaussian [960, 2560], 1.3 against 2.6 % with singular values over two decades, 2.8 against 5.4 %
-over four. In fp32 on a CPU that form errs by 2e-4 where the plain one errs by 5e-6 (four decades), so there it is not
-used.
+G loses small eigenvalues to rounding as it is iterated, so after three iterations X is multiplied and G made
+anew. In fp16, which X of norm 1 fits into, the result is nearer to the exact polynomial's than the plain
+iteration in bf16: 0.3 against 1.0 % on Gaussian [960, 2560], 1.3 against 2.6 % with singular values over two
+decades, 2.8 against 5.4 % over four. In fp32 on a CPU that form errs by 2e-4 where the plain one errs by 5e-6
+(four decades), so there it is not used.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ from slipstream.kernels.normalise import normalised
 from slipstream.kernels.product import product, product_in_tiles
 from slipstream.kernels.symmetric import in_tiles, programs_at_once, symmetric_product, tiles
 from slipstream.lists import norms
-from slipstream.optim.polynomials import Coefficients, polynomials
 
-USUAL = polynomials()
-GROWTH = 50.0  # of the least singular values, at most, while one Gram matrix is iterated
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+TOGETHER = 3  # iterations on one Gram matrix
 EPS = 1e-7
 Fill = Callable[[list[int], list[Tensor]], None]
 # Elements of one stack: enough to fill the device, few enough for the cache (CPU) or for the scratch (GPU).
@@ -64,10 +63,11 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def orthogonalise(stack: Tensor, iterations: Sequence[Coefficients] = USUAL) -> Tensor:
+def orthogonalise(stack: Tensor, steps: int = STEPS) -> Tensor:
     """The orthogonal factor of each matrix of `stack` [N, R, C]. `stack` serves as scratch."""
     if stack.dtype == torch.bfloat16 and runs_on(stack.device):
-        return _orthogonalise_in_place(stack, iterations)
+        return _orthogonalise_in_place(stack, steps)
+    a, b, c = COEFFICIENTS
     count, rows, columns = stack.shape
     wide = rows <= columns
     sizes = torch.stack(norms(stack.unbind())).clamp_(min=EPS)
@@ -75,7 +75,7 @@ def orthogonalise(stack: Tensor, iterations: Sequence[Coefficients] = USUAL) -> 
     y = torch.empty_like(x)
     gram = x.new_empty(count, min(rows, columns), min(rows, columns))
     polynomial = torch.empty_like(gram)
-    for a, b, c in iterations:
+    for _ in range(steps):
         torch.bmm(*((x, x.mT) if wide else (x.mT, x)), out=gram)
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
         torch.baddbmm(x, *((polynomial, x) if wide else (x, polynomial)), beta=a, out=y)
@@ -83,13 +83,13 @@ def orthogonalise(stack: Tensor, iterations: Sequence[Coefficients] = USUAL) -> 
     return x
 
 
-def _orthogonalise_in_place(stack: Tensor, iterations: Sequence[Coefficients]) -> Tensor:
+def _orthogonalise_in_place(stack: Tensor, steps: int) -> Tensor:
     """Of a stack in bf16, in fp16 in its own memory; some matrices at a time, so that scratch stays small."""
     halves = stack.view(torch.float16)
     size = part_size(*stack.shape, programs=programs_at_once(stack.device))
     for part, place in zip(stack.split(size), halves.split(size), strict=True):
         with launching_on(stack.device):
-            found = orthogonalise_by_gram(normalised(part, EPS, place), iterations)
+            found = orthogonalise_by_gram(normalised(part, EPS, place), steps, COEFFICIENTS)
         if found is not place:  # after an odd number of products
             place.copy_(found)
     return halves
@@ -116,38 +116,30 @@ def _fullest(count: int, most: int, each: int, programs: int) -> int:
     return min(range(most // 2 + 1, most + 1), key=lambda size: (rounds(size), -size), default=1)
 
 
-def orthogonalise_by_gram(x: Tensor, iterations: Sequence[Coefficients]) -> Tensor:
-    """The iterations on X [N, R, C] of norm at most 1. X is overwritten."""
+def orthogonalise_by_gram(x: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
+    """`steps` iterations on X [N, R, C] of norm at most 1. X is overwritten."""
     wide = x.shape[1] <= x.shape[2]
     side = min(x.shape[1:])
     # What lives at once: G, Z, Q and a product on the way to one of them.
     spare = [x.new_empty(x.shape[0], side, side) for _ in range(4)]
     y = torch.empty_like(x)
-    for together in on_one_gram(iterations):
-        polynomial = _polynomial(x, not wide, together, spare)
+    for done in range(0, steps, TOGETHER):
+        polynomial = _polynomial(x, not wide, min(TOGETHER, steps - done), coefficients, spare)
         product(*((polynomial, x) if wide else (x, polynomial)), out=y)
         x, y = y, x
     return x
 
 
-def on_one_gram(iterations: Sequence[Coefficients]) -> Iterator[Sequence[Coefficients]]:
-    """The iterations, in the parts that share a Gram matrix."""
-    start, growth = 0, 1.0
-    for step, (a, _, _) in enumerate(iterations):
-        if step > start and growth * a > GROWTH:
-            yield iterations[start:step]
-            start, growth = step, 1.0
-        growth *= a
-    yield iterations[start:]
-
-
-def _polynomial(x: Tensor, tall: bool, iterations: Sequence[Coefficients], spare: list[Tensor]) -> Tensor:
-    """Q, what the iterations multiply X by; it lies in one of `spare`."""
+def _polynomial(
+    x: Tensor, tall: bool, steps: int, coefficients: tuple[float, float, float], spare: list[Tensor]
+) -> Tensor:
+    """Q, what `steps` iterations multiply X by; it lies in one of `spare`."""
+    a, b, c = coefficients
     gram, z, q, other = spare
     symmetric_product(x, x, tall=tall, out=gram)
     factor = 1.0  # Q = factor I + q
-    for step, (a, b, c) in enumerate(iterations):
-        last = step == len(iterations) - 1
+    for step in range(steps):
+        last = step == steps - 1
         diagonal = factor * a if last else 0.0
         if step == 0:
             symmetric_product(gram, gram, c, ((b, gram),), diagonal, out=q)
@@ -228,10 +220,7 @@ def _apart(matrix: Tensor) -> bool:
 
 
 def orthogonal_stacks(
-    stacks: Sequence[Stack],
-    fill: Fill,
-    iterations: Sequence[Coefficients] = USUAL,
-    memories: Sequence[Tensor] | None = None,
+    stacks: Sequence[Stack], fill: Fill, steps: int = STEPS, memories: Sequence[Tensor] | None = None
 ) -> Iterator[tuple[list[int], list[Tensor]]]:
     """`fill(indices, outs)` writes those tensors into their places in a stack.
 
@@ -241,7 +230,7 @@ def orthogonal_stacks(
     for number, stack in enumerate(stacks):
         memory = stack.empty() if memories is None else memories[number]
         fill(stack.indices, stack.views(memory))
-        found = orthogonalise(memory, iterations)
+        found = orthogonalise(memory, steps)
         if memories is not None and found.data_ptr() != memory.data_ptr():
             found = memory.copy_(found)
         yield stack.indices, stack.views(found)

@@ -23,7 +23,6 @@ from torch import Tensor
 from slipstream.distributed.groups import Group, Groups, Wait
 from slipstream.errors import UserError
 from slipstream.optim.newton_schulz import Fill, Stack, compute_dtype, orthogonal_stacks, stacks
-from slipstream.optim.polynomials import Coefficients
 from slipstream.torch_late import is_dtensor
 from slipstream.torch_private import is_strided_shard
 
@@ -109,18 +108,18 @@ def group_matrices(params: Sequence[Tensor], groups: Exchanges) -> Grouping:
 
 
 def orthogonal(
-    params: Sequence[Tensor], fill: Fill, iterations: Sequence[Coefficients], grouping: Grouping
+    params: Sequence[Tensor], fill: Fill, steps: int, grouping: Grouping
 ) -> Iterator[Wait | Batch]:
     """Orthogonalise one tensor for each of `params`; `fill(indices, outs)` writes local parts."""
     exchanges = [
         (own, Exchange([params[i] for i in own], _renumbered(fill, own), group, dtype))
         for (group, dtype), own in grouping.shards.items()
     ]
-    for batch, directions in orthogonal_stacks(grouping.whole, fill, iterations):
+    for batch, directions in orthogonal_stacks(grouping.whole, fill, steps):
         yield Batch(batch, directions)
     for indices, exchange in exchanges:
         yield exchange.gathered
-        yield (returned := exchange.orthogonalise(iterations))
+        yield (returned := exchange.orthogonalise(steps))
         returned.wait()
         for k, piece in enumerate(exchange.pieces()):
             yield Batch([indices[k]], [piece])
@@ -205,7 +204,7 @@ class Exchange:
             self.incoming, self.outgoing, self._splits(self.received), self._splits(self.sent)
         )
 
-    def orthogonalise(self, iterations: Sequence[Coefficients]) -> Wait:
+    def orthogonalise(self, steps: int) -> Wait:
         """Make my matrices whole, orthogonalise them, send the pieces back."""
         self.gathered.wait()
         pieces = dict(zip(self.received, self._views(self.incoming, self.received), strict=True))
@@ -217,7 +216,7 @@ class Exchange:
                     self._narrow(out, mine[k], source).copy_(pieces[mine[k], source])
 
         like = [torch.empty((), dtype=self.dtype, device=self.device).expand(self.shapes[i]) for i in mine]
-        for batch, directions in orthogonal_stacks(stacks(like), fill, iterations):
+        for batch, directions in orthogonal_stacks(stacks(like), fill, steps):
             for k, direction in zip(batch, directions, strict=True):
                 for source in range(self.ranks):
                     pieces[mine[k], source].copy_(self._narrow(direction, mine[k], source))

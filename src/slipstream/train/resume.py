@@ -6,6 +6,7 @@ after a flushed update g-1, groups g ... g+d read z_g.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def load_into(engine: RunEngine, path: Path, config: Config) -> None:
         fresh = engine.capture()
         own = fresh["master"].keys() | fresh["buffers"].keys()
         state = upgraded(merge_states(checkpoint.read(path, manifest, own.__contains__)))
+        state = state | {"hyper": _completed(state["hyper"], fresh["hyper"])}
         state = adapt_banks(adapt_optimizer(state, stored, config, engine), stored, config)
         check_state(path, state, fresh, manifest.step)
         engine.load_state_dict(state)
@@ -82,6 +84,15 @@ def adapt_optimizer(
         for name, values in fresh.items()
     }
     return state | {"hyper": hyper}
+
+
+def _completed(hyper: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
+    """With the settings that the optimizer, or torch's, did not have yet when this was written: at their defaults,
+    which are what it did before."""
+    return {
+        name: fresh[name] | values if name in fresh and isinstance(values, dict) else values
+        for name, values in hyper.items()
+    }
 
 
 def delays(config: Config) -> list[int]:

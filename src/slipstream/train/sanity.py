@@ -61,7 +61,12 @@ def _same_kind(path: Path, what: str, found: Any, expected: Any) -> None:
         good = isinstance(found, Tensor) and found.shape == expected.shape
         good = good and (not found.is_floating_point() or bool(torch.isfinite(found).all()))
     elif isinstance(expected, Mapping):
-        good = isinstance(found, Mapping) and (not found or expected.keys() <= found.keys())
+        good = isinstance(found, Mapping)
+        if good and found and (missing := [key for key in expected if key not in found]):
+            lacks = ", ".join(map(repr, missing[:4]))
+            raise CheckpointError(
+                f"'{path}': the {what} lacks {lacks}. It may come from another version of the optimizer."
+            )
         for key in expected if good and found else ():
             _same_kind(path, f"{what}, '{key}'", found[key], expected[key])
     elif isinstance(expected, list | tuple):
