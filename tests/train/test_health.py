@@ -124,7 +124,7 @@ def test_repeated_failures_stop_the_run(runs, poisoned):
     assert read_run(runs.folder / "run").status == "failed"
 
 
-FINITE = "All weights are finite, so the loss or its gradients are not, at these weights or on this data."
+FINITE = "All weights are finite, so the loss, its gradients or their norm are not, at these weights or on this data."
 
 
 def test_a_run_that_stops_with_damaged_weights_names_them(runs, monkeypatch):
@@ -141,22 +141,29 @@ def test_weights_that_cannot_be_looked_at_hide_no_failure(runs, poisoned, monkey
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(health, "damaged", no_room)
-    words = r"2 updates in a row were not finite\. .* those of rank 0 could not be looked at"
+    words = r"2 updates in a row were not finite\. .* not known: rank 0 could not look at its own"
     with pytest.raises(StageError, match=words):
         runs.train("run", "pipeline.schedule=emulate", "health.max_skipped=2")
 
 
-def test_ranks_that_are_not_heard_of_hide_no_failure(runs, poisoned, monkeypatch):
-    wait = Board.wait
+@pytest.mark.parametrize("error", [StageError("rank 0 is lost"), KeyError("store"), MemoryError()])
+def test_an_error_in_the_look_hides_no_failure(runs, poisoned, monkeypatch, error):
+    def fails(board, keys, seconds):
+        raise error
 
-    def deaf(board, *keys, **options):
-        if keys[0].startswith("damaged/"):
-            raise StageError("No rank posted it.")
-        return wait(board, *keys, **options)
-
-    monkeypatch.setattr(Board, "wait", deaf)
+    monkeypatch.setattr(Board, "heard", fails)
     with pytest.raises(StageError, match=f"2 updates in a row were not finite.*{FINITE}"):
         runs.train("run", "pipeline.schedule=emulate", "health.max_skipped=2")
+
+
+def test_what_some_ranks_tell_is_heard_though_others_are_silent():
+    store = torch.distributed.HashStore()
+    one, other = Board(store, timeout_seconds=30.0), Board(store, timeout_seconds=30.0)
+    one.post("damaged/1", ["a"])
+    assert other.heard(["damaged/1", "damaged/2"], seconds=0.2) == {"damaged/1": ["a"]}
+    one.post("damaged/2", None)
+    assert other.heard(["damaged/1", "damaged/2"], seconds=30.0) == {"damaged/1": ["a"], "damaged/2": None}
+    assert other.heard([], seconds=30.0) == {}
 
 
 LAYOUTS = {
@@ -182,21 +189,35 @@ def test_damaged_weights_are_found_in_banks_and_halves_too():
     good, bad = torch.ones(4), torch.tensor([1.0, 2.0, float("inf"), 0.0])
     high, low = bad.bfloat16(), torch.zeros(4, dtype=torch.int16)
     master = {"a": good, "b": bad, "c": Halves(high, low), "d": Halves(good.bfloat16(), low)}
-    assert damaged({"master": master, "banks": {}}) == ["b", "c"]
+    nothing = {"banks": {}, "buffers": {}}
+    assert damaged({**nothing, "master": master}) == ["b", "c"]
     banks = {"next": {"a": bad.bfloat16(), "b": bad}, "current": {"a": good, "b": good}}
-    assert damaged({"master": master, "banks": banks}) == ["b", "c", "a (next bank)"]
-    assert damaged({"master": {"none": torch.empty(0)}, "banks": {}}) == []
+    assert damaged({**nothing, "master": master, "banks": banks}) == ["b", "c", "a (next bank)"]
+    assert damaged({**nothing, "master": {"none": torch.empty(0)}}) == []
+    buffers = {"table": bad, "count": torch.tensor(3)}
+    assert damaged({**nothing, "master": {"a": good}, "buffers": buffers}) == ["table (a buffer)"]
 
 
 def test_the_state_of_the_weights_is_one_sentence():
-    assert state_of_weights({0: [], 1: []}, skipped=True) == FINITE
-    assert state_of_weights({0: [], 1: []}, skipped=False) == "All weights are finite."
-    many = state_of_weights({0: [], 1: ["a", "b"], 3: ["b", "c", "d", "e"]}, skipped=True)
+    assert state_of_weights({0: [], 1: []}, 2, skipped=True) == FINITE
+    assert state_of_weights({0: [], 1: []}, 2, skipped=False) == "All weights are finite."
+    many = state_of_weights({0: [], 1: ["a", "b"], 3: ["b", "c", "d", "e"]}, 4, skipped=True)
     assert many == "Weights hold numbers that are not finite: a, b, c and 2 more."
-    assert state_of_weights({0: [], 1: None}, skipped=True) == (
-        "Whether all weights are finite is not known: those of rank 1 could not be looked at."
+    assert state_of_weights({0: [], 1: None}, 4, skipped=True) == (
+        "Whether all weights are finite is not known: rank 1 could not look at its own and ranks 2, 3 said nothing in "
+        "time."
     )
-    assert "finite: a." in state_of_weights({0: None, 1: ["a"]}, skipped=True)
+    assert "finite: a." in state_of_weights({0: None, 1: ["a"]}, 3, skipped=True)
+
+
+def test_why_a_run_failed_is_not_forgotten_by_what_comes_after():
+    monitor = Monitor(spike=0.0, max_skipped=2)
+    for step in (5, 6):
+        monitor.observe(step, float("nan"), skipped=True)
+    monitor.observe(7, 1.0, skipped=False)
+    for step in (8, 9):
+        monitor.observe(step, float("nan"), skipped=True)
+    assert (monitor.failed_at, monitor.skipped) == (5, True)
 
 
 def test_a_rollback_skips_the_data(runs, poisoned, monkeypatch):

@@ -44,7 +44,7 @@ def _same_bits_every_time() -> Iterator[None]:
     """No kernel that adds in whatever order its threads come, and none that is chosen by how long it took just now."""
     memory: Any = torch.utils.deterministic  # whose one setting is made at run time
     given = os.environ.get(_WORKSPACE)
-    os.environ.setdefault(_WORKSPACE, ":4096:8")
+    os.environ[_WORKSPACE] = given or ":4096:8"
     enabled = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = memory.fill_uninitialized_memory
@@ -57,3 +57,5 @@ def _same_bits_every_time() -> Iterator[None]:
         memory.fill_uninitialized_memory = filled
         if given is None:
             del os.environ[_WORKSPACE]
+        else:
+            os.environ[_WORKSPACE] = given

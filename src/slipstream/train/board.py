@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
@@ -115,6 +115,20 @@ class Board:
                 raise StageError(f"No rank posted {', '.join(keys)} within {self._timeout:g} s.")
             time.sleep(pause)
             pause = min(0.05, pause * 1.5)
+        return found
+
+    def heard(self, keys: Iterable[str], seconds: float) -> dict[str, Any]:
+        """The values of those keys that are posted by then, without an error for the others."""
+        missing, found = set(keys), {}
+        deadline = time.monotonic() + min(seconds, self._timeout)
+        while missing:
+            for key in sorted(missing):
+                if (value := self.read(key)) is not None:
+                    found[key] = value[0]
+            missing -= found.keys()
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05 if missing else 0.0)
         return found
 
     def remove(self, key: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,8 +51,7 @@ class Monitor:
         if skipped:
             count = self._skipped_in_a_row
             if count == self.max_skipped:
-                self.skipped = self.failed_at is None
-                self._fail(step - count + 1, f"{count} updates in a row were not finite.")
+                self._fail(step - count + 1, f"{count} updates in a row were not finite.", skipped=True)
             return f"Update {step} was not finite and was skipped on all stages ({count} in a row)."
         warning = self._spike(step, loss)
         if warning is not None and self.spike_fails_after is not None and step > self.spike_fails_after:
@@ -73,9 +72,9 @@ class Monitor:
             f"{mean:.4f}."
         )
 
-    def _fail(self, step: int, why: str) -> None:
+    def _fail(self, step: int, why: str, skipped: bool = False) -> None:
         if self.failed_at is None:
-            self.failed_at, self.failure = step, why
+            self.failed_at, self.failure, self.skipped = step, why, skipped
 
 
 @dataclass
@@ -162,8 +161,10 @@ def divergence(
 
 
 def damaged(state: Mapping[str, Any]) -> list[str]:
-    """The weights of this rank that hold numbers that are not finite: the master's, and banks' whose master is well."""
+    """The weights of this rank that hold numbers that are not finite: the master's, its buffers, and banks' whose
+    master is well."""
     found = {name: name for name, weight in state["master"].items() if not _is_finite(weight)}
+    found |= {name: f"{name} (a buffer)" for name, kept in state["buffers"].items() if not _is_finite(kept)}
     for reader, bank in state["banks"].items():
         for name, weight in bank.items():
             if name not in found and not _is_finite(weight):
@@ -182,14 +183,29 @@ def _is_finite(weight: Tensor | Halves) -> bool:
     return True
 
 
-def state_of_weights(found: Mapping[int, list[str] | None], *, skipped: bool) -> str:
-    """What the ranks found damaged (None: nobody knows), in one sentence; `skipped`: updates were not finite."""
+def state_of_weights(found: Mapping[int, list[str] | None], ranks: int, *, skipped: bool) -> str:
+    """What the ranks that were heard of found damaged (None: they could not look), in one sentence; `skipped`: updates
+    were not finite."""
     names = list(dict.fromkeys(name for own in found.values() for name in own or ()))
     if names:
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         return f"Weights hold numbers that are not finite: {', '.join(names[:NAMED])}{more}."
-    if unknown := [str(rank) for rank, own in found.items() if own is None]:
-        of = f"rank{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}"
-        return f"Whether all weights are finite is not known: those of {of} could not be looked at."
-    why = ", so the loss or its gradients are not, at these weights or on this data" if skipped else ""
-    return f"All weights are finite{why}."
+    blind = [rank for rank, own in found.items() if own is None]
+    silent = [rank for rank in range(ranks) if rank not in found]
+    why = [
+        f"{_ranks(some)} {what}"
+        for some, what in ((blind, "could not look at its own"), (silent, "said nothing in time"))
+        if some
+    ]
+    if why:
+        return f"Whether all weights are finite is not known: {' and '.join(why)}."
+    reason = (
+        ", so the loss, its gradients or their norm are not, at these weights or on this data"
+        if skipped
+        else ""
+    )
+    return f"All weights are finite{reason}."
+
+
+def _ranks(some: Sequence[int]) -> str:
+    return f"rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some))}"

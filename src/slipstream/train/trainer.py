@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from slipstream.config import Config
-from slipstream.errors import CheckpointError, HealthError, StageError, UserError
+from slipstream.errors import CheckpointError, HealthError, StageError
 from slipstream.metrics.progress import Show
 from slipstream.metrics.record import Recorder
 from slipstream.train import batches, checkpoint, health, in_memory
@@ -29,6 +29,8 @@ from slipstream.train.sources import Dataset
 from slipstream.train.state import Copier
 from slipstream.train.timeline import Profiling, Tracing, recorded_from, sizes_of
 from slipstream.train.writer import Writer
+
+WEIGHTS_SECONDS = 30.0  # how long a rank of a failed run waits to hear of the others' weights
 
 
 @dataclass(frozen=True)
@@ -255,15 +257,16 @@ def _agree_on_reason(parts: RunParts, step: int) -> str:
 def _state_of_weights(parts: RunParts, step: int) -> str:
     """Whether the weights are damaged, after all ranks agreed on a failure: each of them looks, and tells the others.
 
-    A rank that cannot look says so, and one that does not hear of the others tells what it knows: this is no place for
-    another error.
+    A rank that cannot look says so, and one that is not heard of in time holds nobody up: whatever goes wrong here, it
+    must not stand in the place of the failure itself.
     """
-    rank, ranks = parts.position.rank, range(parts.position.ranks)
+    rank, ranks = parts.position.rank, parts.position.ranks
     own = None
-    with contextlib.suppress(UserError, RuntimeError):  # a device without room, say
+    with contextlib.suppress(Exception):  # a device without room, say
         own = health.damaged(parts.engine.capture())
-    found: dict[int, list[str] | None] = dict.fromkeys(ranks) | {rank: own}
-    with contextlib.suppress(StageError):
+    found: dict[int, list[str] | None] = {rank: own}
+    with contextlib.suppress(Exception):
         parts.board.post(f"damaged/{step}/{rank}", own)
-        found = dict(enumerate(parts.board.wait(*(f"damaged/{step}/{other}" for other in ranks))))
-    return health.state_of_weights(found, skipped=parts.monitor.skipped)
+        keys = {f"damaged/{step}/{other}": other for other in range(ranks) if other != rank}
+        found |= {keys[key]: told for key, told in parts.board.heard(keys, WEIGHTS_SECONDS).items()}
+    return health.state_of_weights(found, ranks, skipped=parts.monitor.skipped)
