@@ -54,7 +54,8 @@ def runs() -> list[Run]:
         rows = [row for row in table(f"{study}-runs") if row["loss"] and not row.get("tuning")]
         reference = {(row[axis], row["seed"]): float(row["loss"]) for row in rows if row["mode"] == "sync"}
         for row in rows:
-            if row["mode"] == "sync" or row[axis].startswith("momentum"):
+            unpaired = (row[axis], row["seed"]) not in reference
+            if row["mode"] == "sync" or row[axis].startswith("momentum") or unpaired:
                 continue
             result, gap = results[row["run"]], float(row["loss"]) - reference[row[axis], row["seed"]]
             batch = round(result.tokens / result.steps)
@@ -65,7 +66,7 @@ def runs() -> list[Run]:
 def setting_a() -> list[Run]:
     """42M at two lengths, on another tokenizer and at untuned rates: beside the fit, not in it."""
     results = {result.run: result for result in read_export(RESULTS / "a-length.jsonl.gz")}
-    rows = [row for row in table("a-length-runs") if row["batch"] == "16k"]
+    rows = [row for row in table("a-length-runs") if row["batch"] == "16k" and row["loss"]]
     reference = {(row["updates"], row["seed"]): float(row["loss"]) for row in rows if row["mode"] == "sync"}
     found = []
     for row in rows:

@@ -143,7 +143,7 @@ def notes_of(expansion: Expansion, results: Mapping[str, Result]) -> list[str]:
     compared = [result for result in ended if not result.failed]
     if unknown := sum(1 for result in compared if not result.source):
         notes.append(
-            f"{unknown} of {len(ended)} runs were made before a run noted the commit and fingerprint of its code."
+            f"{unknown} of {len(compared)} runs were made before a run noted the commit and fingerprint of its code."
         )
     for attribute, what in (("device", "device"), ("data", "data"), ("held_out", "validation text")):
         kinds = sorted({getattr(result, attribute) for result in compared if getattr(result, attribute)})
