@@ -123,6 +123,8 @@ def test_files(tmp_path: Path, capsys) -> None:
         (["1f1b", "--update", "nan"], ["update", "nan"]),
         (["1f1b", "--in-flight", "5"], ["--in-flight", "pipedream_2bw"]),
         (["2bw", "--in-flight", "2"], ["2 microbatches in flight"]),
+        (["2bw", "--cutover", "-1"], ["A cutover of -1", "from 0", "to 8"]),
+        (["2bw", "--cutover", "9"], ["A cutover of 9", "to 8"]),
         (["2bw", "--every", "2"], ["--every", "paci"]),
         (["interleaved_1f1b", "--microbatches", "9"], ["multiple of 4"]),
         (["2bw", "--csv", "x.csv"], ["never flushes"]),

@@ -80,6 +80,61 @@ def test_the_legend_explains_every_mark() -> None:
     assert "left out where they do not fit" in legend
 
 
+def mixed(stages: int = 3, microbatches: int = 6, cutover: int = 4) -> Timeline:
+    return simulate(build("2bw", stages, microbatches, 3, cutover=cutover))
+
+
+def small_letters(line: str) -> int:
+    return len(re.findall(r"[fb]", line.split("  ", 1)[1]))
+
+
+def test_terminal_has_small_letters_for_what_is_old() -> None:
+    lines = printed({"2bw": mixed()}, width=200)
+    for line, actions in zip(lines[1:4], mixed().ranks, strict=True):
+        old = [action for action in actions if action.version is not None and action.version < action.group]
+        assert small_letters(line) == sum(action.microbatch is not None for action in old) == 2 * 2 * 4
+    assert any("Small letters: reads old weights." in line for line in lines)
+    for alike in (6, 0):  # nothing to tell apart
+        plain = printed({"2bw": mixed(cutover=alike)}, width=200)
+        assert not any(small_letters(line) for line in plain[1:4])
+        assert not any("reads old weights" in line for line in plain)
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "cutover"), [(8, 24, 9), (4, 16, 5), (2, 64, 3), (4, 6, 5)]
+)
+def test_terminal_shows_some_of_what_is_old_in_any_width(
+    stages: int, microbatches: int, cutover: int
+) -> None:
+    drawn = mixed(stages, microbatches, cutover)
+    for width in (40, 80, 200):
+        lines = printed({"2bw": drawn}, width)
+        assert all(small_letters(line) for line in lines[1 : 1 + stages]), width
+        note = lines[1 + stages].strip()
+        if note.startswith("from"):
+            first, last, end = map(float, re.findall(r"[\d.]+", note))
+            assert 0 < first < last <= end == drawn.makespan
+
+
+def test_pictures_are_lighter_where_it_is_old() -> None:
+    drawn = mixed()
+    root = ET.fromstring(plot.to_svg({"2bw": drawn}))
+    fills: dict[bool, set[str]] = {True: set(), False: set()}
+    for rect in root.iter(f"{SVG}rect"):
+        tip = rect.findtext(f"{SVG}title") or ""
+        if told := re.search(r"(forward|backward) .* group (\d+) · reads weights (\d+)", tip):
+            fills[int(told[3]) < int(told[2])].add(rect.attrib["fill"])
+    assert fills[True]
+    assert not fills[True] & fills[False]
+
+    def light(fill: str) -> int:
+        return sum(int(fill[i : i + 2], 16) for i in (1, 3, 5))
+
+    assert min(map(light, fills[True])) > min(map(light, fills[False]))
+    assert "lighter: reads old weights" in plot.to_svg({"2bw": drawn})
+    assert "lighter" not in plot.to_svg({"2bw": mixed(cutover=6)})
+
+
 def test_svg_has_one_rectangle_per_action() -> None:
     picture = timeline(update=1.0)
     root = ET.fromstring(plot.to_svg({"<2bw> & more": picture}))

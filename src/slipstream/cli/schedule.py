@@ -13,6 +13,7 @@ from rich.table import Table
 from slipstream.errors import UserError
 from slipstream.schedule import plot
 from slipstream.schedule.actions import to_csv
+from slipstream.schedule.cutover import default_cutover, free_cutover
 from slipstream.schedule.generate import ALIASES, GENERATORS, build, canonical
 from slipstream.schedule.simulate import Costs, simulate
 from slipstream.schedule.steady import Steady, steady
@@ -93,6 +94,13 @@ def schedule(
     console.print()
     console.print(_table(figures))
     console.print("Times are in the unit of --forward, --backward, --update and --link.", style="dim")
+    if "pipedream_2bw" in names:
+        free = free_cutover(stages, microbatches, in_flight)
+        usual = default_cutover(stages, microbatches)
+        console.print(
+            f"Where links and updates take no time, no stage waits at a cutover of {free} or more; a run takes {usual}.",
+            style="dim",
+        )
     for path in (plot_file, csv_file, trace_file):
         if path is not None:
             console.print(f"Wrote {path}", soft_wrap=True, markup=False)

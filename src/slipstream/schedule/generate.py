@@ -72,11 +72,14 @@ def build(name: str, stages: int, microbatches: int, groups: int = 1, **options:
     full = canonical(name)
     generator = GENERATORS[full]
     given = {key: value for key, value in options.items() if value is not None}
+    counts = {key: value for key, value in given.items() if key != "cutover"}
+    _check_counts(stages=stages, microbatches=microbatches, groups=groups, **counts)
     old = given.get("cutover")
-    _check_counts(stages=stages, microbatches=microbatches, groups=groups, **(given | {"cutover": old or 1}))
-    if old is not None and not old <= microbatches:
+    if old is not None and (
+        isinstance(old, bool) or not isinstance(old, int) or not 0 <= old <= microbatches
+    ):
         raise UserError(
-            f"A cutover of {old} does not fit into {microbatches} microbatches: give how many of them read old "
+            f"A cutover of {old!r} does not fit into {microbatches} microbatches: give how many of them read old "
             f"weights, from 0 (every group waits for the update before it) to {microbatches}."
         )
     for key in given:

@@ -27,6 +27,7 @@ from slipstream.schedule.timeline import Timeline
 
 _WIDEST_UNIT = 4  # columns of the shortest action, when there is room
 _TERMINAL_UPDATE = "#f4f4f4"
+_BEFORE_OLD = 0.2  # of a picture that begins late, the share before its first old action
 
 
 def terminal(
@@ -36,16 +37,19 @@ def terminal(
     names = max(len(_rank_name(t, len(t.ranks) - 1)) for t in timelines.values())
     columns = max(10, width - names - 2)
     step, shown = _scale(timelines, columns)
+    first = _first_shown(timelines, shown)
     lines: list[Text] = []
     for title, timeline in timelines.items():
         lines.append(Text(title, style="bold"))
         for rank in range(len(timeline.ranks)):
             line = Text.assemble((f"{_rank_name(timeline, rank):>{names}}  ", "dim"))
-            line.append_text(_row(timeline, rank, step, columns, colours))
+            line.append_text(_row(timeline, rank, first, step, columns, colours))
             lines.append(line)
         end = timeline.makespan
         note = f"{seconds(end)} {unit} in all"
-        if end > shown * (1 + 1e-9):
+        if first:
+            note = f"from {seconds(first)} to {seconds(min(end, first + shown))} of {note}"
+        elif end > shown * (1 + 1e-9):
             note = f"the first {seconds(shown)} of {note}"
         lines.append(Text(f"{'':>{names}}  {note}", style="dim"))
     lines.append(_legend(timelines, colours))
@@ -78,9 +82,24 @@ def _scale(timelines: Mapping[str, Timeline], columns: int) -> tuple[float, floa
     return unit, columns * unit
 
 
-def _row(timeline: Timeline, rank: int, step: float, columns: int, colours: bool) -> Text:
-    begin = timeline.begin
-    last = min(columns, round(timeline.makespan / step))
+def _first_shown(timelines: Mapping[str, Timeline], shown: float) -> float:
+    """Where the picture begins: with the first action, but later where else it would end before anything old is seen."""
+    old = [
+        span.start - timeline.begin
+        for timeline in timelines.values()
+        if has_parts(timeline)
+        for span in timeline.spans
+        if is_old(span.action)
+    ]
+    latest = max(timeline.makespan for timeline in timelines.values()) - shown
+    if not old or min(old) <= (1 - _BEFORE_OLD) * shown or latest <= 0:
+        return 0.0
+    return min(min(old) - _BEFORE_OLD * shown, latest)
+
+
+def _row(timeline: Timeline, rank: int, first: float, step: float, columns: int, colours: bool) -> Text:
+    begin = timeline.begin + first
+    last = max(0, min(columns, round((timeline.makespan - first) / step)))
     row = Text()
     column, parts = 0, has_parts(timeline)
     spans = zip(timeline.ranks[rank], timeline.starts[rank], timeline.ends[rank], strict=True)
