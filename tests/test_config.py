@@ -102,6 +102,10 @@ def test_options_are_given_one_by_one():
         (["optim.warmup=500"], "Set it to at most 400 updates"),
         (["pipeline.schedule=emulate", "pipeline.cutover=0.3"], "0.3 of pipeline.microbatches = 8 is 2.4"),
         (["pipeline.schedule=emulate", "pipeline.cutover=9"], "from 0 (synchronous) to 8"),
+        (["pipeline.cutover=1.0"], "could be one microbatch or all of them: write 1, or 8 for all"),
+        (["pipeline.cutover=true"], "pipeline.cutover = True: a number is wanted here"),
+        (["pipeline.stages=true"], "pipeline.stages = True: a number is wanted here"),
+        (["optim.lr=false"], "optim.lr = False: a number is wanted here"),
         (["pipeline.schedule=emulate", "pipeline.cutover=4", "pipeline.delay=2"], "one update late"),
         (
             ["pipeline.schedule=emulate", "pipeline.cutover=4", "optim.correction=delay_compensation"],

@@ -1,4 +1,5 @@
-"""The cutover of a run, before it starts: what its banner shows, and what is said where stages will wait at it."""
+"""The cutover of a run, before it starts: what its banner shows, what is said where stages will wait at it, and how
+much a rate is scaled down for what is late."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import pytest
 
 from slipstream.config import Config, load, resolve, to_toml
 from slipstream.train.banner import banner, facts
+from slipstream.train.build import correction
 from slipstream.train.cutovers import expected, waits
 from slipstream.train.folder import checkpoints
 
@@ -93,3 +95,21 @@ def test_it_is_said_once(tmp_path):
     assert not waits(four, before=four)
     assert not waits(two, before=config(tmp_path, "pipeline.stages=2", "pipeline.cutover=1"))
     assert waits(two, before=four)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "delay"),
+    [
+        ([], 1.0),
+        (["pipeline.cutover=0"], 0.0),
+        (["pipeline.cutover=1"], 1 / 6),
+        (["pipeline.cutover=3"], 0.5),
+        (["pipeline.cutover=[6,3]"], 0.75),
+        (["pipeline.delay=2"], 2.0),
+        (["pipeline.delay=[3,1]"], 2.0),
+    ],
+)
+def test_it_is_scaled_by_the_mean_delay(overrides, delay):
+    settings = ["pipeline.schedule=emulate", "pipeline.microbatches=6", "optim.correction=lr_scaling"]
+    made = correction(resolve(load(None, [*settings, *overrides])))
+    assert made.factor(0) == pytest.approx(1 / (1 + delay))

@@ -98,7 +98,7 @@ def schedule(
         free = free_cutover(stages, microbatches, in_flight)
         usual = default_cutover(stages, microbatches)
         console.print(
-            f"Where links and updates take no time, no stage waits at a cutover of {free} or more; a run takes {usual}.",
+            f"Where links and updates take no time, no stage waits from a cutover of {free} on; a run takes {usual}.",
             style="dim",
         )
     for path in (plot_file, csv_file, trace_file):

@@ -77,6 +77,11 @@ def _cutover(config: Config, problems: list[str]) -> int | list[int] | None:
     given, m = config.pipeline.cutover, config.pipeline.microbatches
     if given is None or isinstance(given, list):
         return given
+    if isinstance(given, float) and given == 1:
+        problems.append(
+            f"pipeline.cutover = {given} could be one microbatch or all of them: write 1, or {m} for all."
+        )
+        return None
     share = 0 < given < 1
     count = given * m if share else given
     if abs(count - round(count)) > 1e-9 or not 0 <= count <= m:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 ScheduleName = Literal["2bw", "1f1b", "gpipe", "interleaved_1f1b", "zbv", "emulate"]
 SYNCHRONOUS = ("1f1b", "gpipe", "interleaved_1f1b", "zbv")
@@ -48,8 +49,21 @@ def updates(value: float, steps: int) -> int:
     return round(value * steps) if value < 1 else int(value)
 
 
+def _is_number(annotation: Any) -> bool:
+    kinds = get_args(annotation) or (annotation,)
+    return bool not in kinds and (int in kinds or float in kinds)
+
+
 class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python takes true for 1."""
+        if isinstance(value, bool) and _is_number(cls.model_fields[str(info.field_name)].annotation):
+            raise PydanticCustomError("number", "a number is wanted here, neither true nor false")
+        return value
 
 
 class RunSettings(Settings):

@@ -163,7 +163,7 @@ class LRScaling(Correction):
 
     def __init__(self, steps: int, delay: float = 1, start: int = 0) -> None:
         self.steps = int(_positive("steps", steps))
-        self.delay = _positive("delay", delay)
+        self.delay = delay and _positive("delay", delay)  # 0 scales nothing
         self.start = start
 
     def factor(self, group: int) -> float:

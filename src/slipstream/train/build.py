@@ -152,12 +152,16 @@ def cutover(config: Config) -> Cutover:
 
 
 def _mean_delay(config: Config) -> float:
-    """Updates by which a gradient is late, over the microbatches of a group (and the stages); 1 without a cutover."""
-    cutover = config.pipeline.cutover
-    if cutover is None:
-        return 1
-    old = cutover if isinstance(cutover, list) else [cutover]
-    return sum(old) / len(old) / config.pipeline.microbatches or 1  # nothing old: nothing to scale for, or by
+    """Updates by which a gradient is late, over the microbatches of a group and over the stages."""
+    pipeline = config.pipeline
+    if pipeline.cutover is None:
+        return _mean(pipeline.delay)
+    assert not isinstance(pipeline.cutover, float), pipeline.cutover  # resolved
+    return _mean(pipeline.cutover) / pipeline.microbatches
+
+
+def _mean(by_stage: int | list[int]) -> float:
+    return sum(by_stage) / len(by_stage) if isinstance(by_stage, list) else by_stage
 
 
 def learning_rate(config: Config) -> Callable[[int], float]:

@@ -83,7 +83,7 @@ def _scale(timelines: Mapping[str, Timeline], columns: int) -> tuple[float, floa
 
 
 def _first_shown(timelines: Mapping[str, Timeline], shown: float) -> float:
-    """Where the picture begins: with the first action, but later where else it would end before anything old is seen."""
+    """Where the picture begins: with the first action, or later if it would end before anything old is seen."""
     old = [
         span.start - timeline.begin
         for timeline in timelines.values()
