@@ -68,6 +68,16 @@ class Run:
         """The newest event of a kind, or an empty one."""
         return next((event for event in reversed(self.events) if event["event"] == kind), {})
 
+    def before(self, event: Event, kind: str) -> Event:
+        """The newest event of a kind that was written before `event`, or an empty one."""
+        found: Event = {}
+        for other in self.events:
+            if other is event:
+                break
+            if other["event"] == kind:
+                found = other
+        return found
+
     def surviving(self, kind: str) -> list[Event]:
         """The events of a kind that belong to the trajectory as it stands, one per step, in step order."""
         by_step: dict[int, Event] = {}

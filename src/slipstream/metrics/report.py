@@ -227,7 +227,8 @@ def _timelines(columns: Sequence[Columns]) -> list[Part]:
         event = column.run.last("timeline")
         if not event:
             continue
-        drawn = lanes(event, column.start, title=column.label(f"Groups around step {event.get('step', '?')}"))
+        start = column.run.before(event, "start")  # a run that goes on may have another number of stages
+        drawn = lanes(event, start, title=column.label(f"Groups around step {event.get('step', '?')}"))
         parts.extend(
             part for part in (drawn, delays(event, title=column.label("Delay of every microbatch"))) if part
         )
