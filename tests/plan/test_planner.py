@@ -17,7 +17,7 @@ from slipstream.plan.candidates import Fitter, shapes
 from slipstream.plan.devices import GIB, Cluster, find_device
 from slipstream.plan.explain import break_even_batch, explain, losses, parse_count, to_json, to_toml
 from slipstream.plan.layout import Job, why_not
-from slipstream.plan.penalty import Penalty, penalty_at
+from slipstream.plan.penalty import Penalty, load_penalties, penalty_at
 from slipstream.plan.planner import plan
 from slipstream.plan.throughput import Speed
 
@@ -134,8 +134,7 @@ def test_lost_time_adds_up(result):
 def test_break_even_batch_is_where_both_times_meet():
     found = plan(job(stages=8, batch=2**17))
     asynchronous, synchronous = found.best_asynchronous, found.best_synchronous
-    slow = replace(asynchronous, penalty=1.05)
-    batch = break_even_batch(slow, synchronous, 2**17)
+    batch = break_even_batch(asynchronous, synchronous, 2**17, penalty=lambda old: 1.02)
     assert batch is not None
 
     def seconds(layout, tokens):
@@ -143,7 +142,52 @@ def test_break_even_batch_is_where_both_times_meet():
         fixed = spent["update"] + spent["waiting"]
         return fixed + (layout.speed.seconds - fixed) * tokens / 2**17
 
-    assert 1.05 * seconds(slow, batch) == pytest.approx(seconds(synchronous, batch))
+    assert 1.02 * seconds(asynchronous, batch) == pytest.approx(seconds(synchronous, batch))
+
+
+OWN = tuple(entry for entry in load_penalties() if entry.source.startswith("study "))
+
+
+def test_the_old_share_of_another_batch_is_what_its_plan_has():
+    """Twice the batch: as many microbatches old, of twice as many, also where few of them were all old."""
+    found = plan(job(devices=8, stages=8, microbatch_size=1, batch=2**14, penalties=OWN))
+    layout = found.best_asynchronous
+    assert (layout.shape.cutover, layout.shape.microbatches) == (8, 8)
+    seen = []
+    break_even_batch(layout, found.best_synchronous, 2**14, lambda old: seen.append(old) or 1.0)
+    assert max(seen) == 1.0
+    assert any(old == pytest.approx(9 / 9000, rel=0.2) for old in seen), "9 of them, had there been more"
+
+
+def test_a_larger_batch_is_less_old_and_so_pays_where_a_smaller_one_does():
+    """The sentence against plans of those batches: with the penalty as it is at one batch it would stop paying."""
+    for batch in (2**16, 2**18, 2**20):
+        found = plan(job(devices=16, stages=16, microbatch_size=1, batch=batch, penalties=OWN))
+        assert found.net_gain(found.best_asynchronous) > 1
+        (told,) = (line for line in explain(found) if line.startswith("Break-even"))
+        assert told.endswith("less of each batch old the larger it is, it pays at every batch size.")
+
+
+@pytest.mark.parametrize(
+    ("batch", "options"),
+    [
+        (2**17, {}),
+        (2**18, {"stages": 8}),
+        (2**17, {"stages": 8, "penalties": OWN}),
+        (2**18, {"stages": 8, "optimizer": "adamw"}),
+    ],
+)
+def test_no_depth_is_lost_before_its_old_part_was_counted(batch, options, monkeypatch):
+    """The search against one that simulates every shape that fits."""
+    wanted = job(batch=batch, schedule="2bw", **options)
+    found = plan(wanted).best
+
+    def every(job, entries):
+        return [planner._layout(job, entry) for entry in entries]
+
+    monkeypatch.setattr(planner, "_simulated", every)
+    best = plan(wanted).best
+    assert found.score > 0.998 * best.score, (found.shape, best.shape)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +205,9 @@ def test_the_break_even_sentence_agrees_with_the_verdict(result, ours, theirs, p
         flat = (work / 16,) * 8
         return replace(
             shown,
-            shape=replace(shown.shape, schedule=schedule, stages=8, microbatches=8, checkpointing=False),
+            shape=replace(
+                shown.shape, schedule=schedule, stages=8, microbatches=8, checkpointing=False, cutover=None
+            ),
             times=replace(shown.times, forward=flat, backward=flat, update=(0.0,) * 8),
             speed=Speed(work + waiting, 0.0),
             tokens_per_second=2**20 / (work + waiting),
@@ -170,7 +216,12 @@ def test_the_break_even_sentence_agrees_with_the_verdict(result, ours, theirs, p
 
     asynchronous = layout(result.best_asynchronous, "pipedream_2bw", ours, penalty)
     synchronous = layout(result.best_synchronous, "1f1b", theirs, 1.0)
-    made = replace(result, layouts=tuple(sorted((asynchronous, synchronous), key=lambda one: -one.score)))
+    made = replace(
+        result,
+        job=replace(result.job, penalties=()),
+        penalty=replace(result.penalty, penalty=penalty, old=1.0),
+        layouts=tuple(sorted((asynchronous, synchronous), key=lambda one: -one.score)),
+    )
     assert words in next(line for line in explain(made) if line.startswith("Break-even"))
 
 

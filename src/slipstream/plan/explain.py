@@ -13,17 +13,22 @@ Lost time of a layout, in seconds per update (they add up to the predicted time)
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from itertools import pairwise
+from math import log
 from typing import Any
 
 from slipstream.errors import UserError
 from slipstream.formats import si
 from slipstream.models.sizes import PRESETS, ModelConfig, active_parameters
 from slipstream.plan.layout import RUNNABLE, Layout, Plan, describe, why_not
-from slipstream.plan.penalty import SYNC_START, Penalty, find_penalty
-from slipstream.plan.throughput import rank_pairs, rank_sums
+from slipstream.plan.penalty import SYNC_START, Penalty, find_penalty, penalty_at
+from slipstream.plan.throughput import rank_pairs, rank_sums, with_cutover
 
 LEVEL = 0.002  # a net gain or loss below it is none
+_LARGEST, _STEPS = 1e4, 400  # how many times as large a batch is looked at, and at how many places
+_MANY = 1000  # times as many microbatches: more than any cutover
 
 
 def losses(layout: Layout) -> dict[str, float]:
@@ -152,29 +157,58 @@ def _break_even(plan: Plan, asynchronous: Layout, synchronous: Layout) -> str:
             "batch, or a model that needs many stages would change that."
         )
     text = f"Break-even: asynchrony pays as long as delay costs less than {speed_up - 1:.1%} more tokens."
-    batch = break_even_batch(asynchronous, synchronous, plan.job.batch_tokens)
+    batch = break_even_batch(asynchronous, synchronous, plan.job.batch_tokens, _penalty_by_old_part(plan))
     pays = asynchronous.score > synchronous.score
     if batch is None:
         where = f"pays at {'every' if pays else 'no'} batch size"
     else:
         turn = "stops paying at" if pays == (batch > plan.job.batch_tokens) else "pays only above"
         where = f"{turn} about {si(batch)} tokens a batch"
-    return f"{text} With this penalty and these layouts it {where}."
+    return f"{text} With these layouts, and less of each batch old the larger it is, it {where}."
 
 
-def break_even_batch(asynchronous: Layout, synchronous: Layout, batch_tokens: float) -> float | None:
-    """Seconds per update are a * batch + c (c: update and waiting); where penalty * (async) = sync, if anywhere."""
+def _penalty_by_old_part(plan: Plan) -> Callable[[float], float]:
+    entry = plan.penalty
+    assert entry is not None, "an asynchronous layout has one"
+    return lambda old: penalty_at(plan.job.penalties, entry, old)
+
+
+def break_even_batch(
+    asynchronous: Layout, synchronous: Layout, batch_tokens: float, penalty: Callable[[float], float]
+) -> float | None:
+    """The batch nearest to `batch_tokens` where penalty * (async) = sync, if there is one.
+
+    Seconds per update are a * batch + c (c: update and waiting). A larger batch has more microbatches of the same size,
+    and as many of them old; `penalty` is that of an old share. No batch has fewer microbatches than stages.
+    """
 
     def line(layout: Layout) -> tuple[float, float]:
         spent = losses(layout)
         constant = spent["update"] + spent["waiting"]
-        return (sum(spent.values()) - constant) / batch_tokens, constant
+        return sum(spent.values()) - constant, constant
 
     (slope_a, constant_a), (slope_s, constant_s) = line(asynchronous), line(synchronous)
-    penalty = asynchronous.penalty
-    excess = penalty * slope_a - slope_s
-    left = constant_s - penalty * constant_a
-    return left / excess if left * excess > 0 else None
+    shape = asynchronous.shape
+    old = shape.old  # of a group that has any number of microbatches: as many as never wait
+    if shape.cutover is not None:
+        many = replace(shape, microbatches=_MANY * shape.microbatches)
+        old = _MANY * with_cutover(asynchronous.times, many).old
+
+    def lead(factor: float) -> float:
+        """How much longer synchronous training takes where the batch is so many times as large."""
+        share = min(1.0, old / factor) if shape.cutover is not None else old
+        return slope_s * factor + constant_s - penalty(share) * (slope_a * factor + constant_a)
+
+    least = min(1.0, shape.stages / shape.microbatches)
+    steps = [least * (_LARGEST / least) ** (step / _STEPS) for step in range(_STEPS + 1)]
+    turns = [(low, high) for low, high in pairwise(steps) if (lead(low) > 0) != (lead(high) > 0)]
+    if not turns:
+        return None
+    low, high = min(turns, key=lambda turn: abs(log(turn[0])))
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if (lead(middle) > 0) == (lead(low) > 0) else (low, middle)
+    return low * batch_tokens
 
 
 def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:

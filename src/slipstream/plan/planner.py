@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.errors import UserError
 from slipstream.models.sizes import active_parameters, flops_per_token, parameters
@@ -50,42 +50,60 @@ def _search(job: Job) -> Plan | None:
         considered += 1
         found = fitter.fit(shape, room)
         if found is not None:
-            fitting.append((estimate(found[2], shape), shape, *found))
+            cut, memory, times = found
+            if (
+                "delay_compensation" not in job.correction
+            ):  # it needs all of a group's gradients taken at one bank
+                shape = with_cutover(times, shape)
+            tokens = _penalty(job, penalty, shape)
+            fitting.append(_Fitting(tokens * estimate(times, shape), tokens, shape, cut, memory, times))
     if not fitting:
         return None
-    fitting.sort(key=lambda entry: entry[0])
-    layouts = []
-    for name in dict.fromkeys(entry[1].schedule for entry in fitting):
-        mine = [entry for entry in fitting if entry[1].schedule == name]
-        for _, shape, cut, memory, times in _distinct(job, mine):
-            layouts.append(_layout(job, shape, cut, memory, times, penalty))
+    fitting.sort(key=lambda entry: entry.seconds)
+    layouts: list[Layout] = []
+    for name in dict.fromkeys(entry.shape.schedule for entry in fitting):
+        layouts += _simulated(job, [entry for entry in fitting if entry.shape.schedule == name])
     layouts.sort(key=lambda layout: -layout.score)
     return Plan(job, tuple(layouts), penalty, considered, len(fitting))
 
 
-def _distinct(job: Job, entries: Sequence[tuple]) -> list[tuple]:
-    """The best few, no two of the same P and microbatch: variants of one layout would crowd out the rest.
+class _Fitting(NamedTuple):
+    """A shape that fits, cut."""
 
-    The best that `slipstream train` runs is among them.
+    seconds: float  # by closed form, of an update, times what its tokens count less
+    penalty: float
+    shape: Shape
+    cut: Cut
+    memory: tuple[StageMemory, ...]
+    times: StageTimes
+
+
+def _penalty(job: Job, entry: Penalty | None, shape: Shape) -> float:
+    return penalty_at(job.penalties, entry, shape.old) if entry and shape.asynchronous else 1.0
+
+
+def _simulated(job: Job, entries: Sequence[_Fitting]) -> list[Layout]:
+    """The best few of a schedule, no two of the same P and microbatch: variants of one layout would crowd out the rest.
+
+    How many are in flight decides how much is old, and which of the two counts for more the simulator knows: so of each
+    P and microbatch the best with every depth is simulated. The best that `slipstream train` runs is among them.
     """
-    kept: dict[tuple[int, int], tuple] = {}
+    kept: dict[tuple[int, int], dict[int | None, _Fitting]] = {}
     for entry in entries:
-        kept.setdefault((entry[1].stages, entry[1].microbatch_size), entry)
-    best = list(kept.values())[:SIMULATED_PER_SCHEDULE]
-    runnable = next((entry for entry in entries if not why_not(job, entry[1])), None)
-    return best if runnable is None or runnable in best else [*best, runnable]
+        variants = kept.setdefault((entry.shape.stages, entry.shape.microbatch_size), {})
+        variants.setdefault(entry.shape.in_flight, entry)
+    best = [
+        max((_layout(job, entry) for entry in variants.values()), key=lambda layout: layout.score)
+        for variants in list(kept.values())[:SIMULATED_PER_SCHEDULE]
+    ]
+    runnable = next((entry for entry in entries if not why_not(job, entry.shape)), None)
+    if runnable is not None and all(why_not(job, layout.shape) for layout in best):
+        best.append(_layout(job, runnable))
+    return best
 
 
-def _layout(
-    job: Job,
-    shape: Shape,
-    cut: Cut,
-    memory: tuple[StageMemory, ...],
-    times: StageTimes,
-    penalty: Penalty | None,
-) -> Layout:
-    if "delay_compensation" not in job.correction:  # it needs all of a group's gradients taken at one bank
-        shape = with_cutover(times, shape)
+def _layout(job: Job, entry: _Fitting) -> Layout:
+    _, penalty, shape, cut, memory, times = entry
     speed = simulated(times, shape, job.cluster.jitter)
     rate = job.batch_tokens / speed.seconds
     peak = job.cluster.devices * job.cluster.device.peak_flops
@@ -97,7 +115,7 @@ def _layout(
         speed=speed,
         tokens_per_second=rate,
         mfu=rate * flops_per_token(job.config, job.sequence) / peak,
-        penalty=penalty_at(job.penalties, penalty, shape.old) if penalty and shape.asynchronous else 1.0,
+        penalty=penalty,
     )
 
 

@@ -21,7 +21,8 @@ LEGEND = (
     "net: time to loss of the best synchronous layout over this one's. size: sequences per microbatch and "
     "device (pipeline.microbatch_size is D times that). ckpt: activation checkpointing. shard: optimizer "
     "sharded over data ranks. spread: nodes hold data "
-    "ranks of one stage, not stages of one pipeline. K: microbatches in flight. idle: device time without "
+    "ranks of one stage, not stages of one pipeline. K: microbatches in flight. c: microbatches of an update that "
+    "are one update old, all where there is none. idle: device time without "
     "computation. time: to train on {tokens} tokens' worth of loss."
 )
 
@@ -100,6 +101,7 @@ def _row(plan: Plan, layout: Layout) -> dict[str, str]:
             ("shard", shape.shard_optimizer),
             ("spread", not shape.pipeline_inside),
             (f"K{shape.in_flight}", shape.in_flight),
+            (f"c{shape.cutover}", shape.asynchronous and shape.old < 1),
         )
         if on
     ]
