@@ -91,10 +91,11 @@ def slope_of_a() -> float:
 
 def penalty_rows() -> list[str]:
     """Rows of net_gain.md: gap, token penalty by curve and by length, of Muon in both settings."""
-    names = {"delay": "delay", "ef": "error feedback", "ef+start": "and a start of 10 %"}
-    names |= {"ef+start20": "and a start of 20 %", "ef 1/2": "half of it old", "ef 1/3": "a third of it old"}
+    names = {"delay": "delay", "ef": "error feedback", "ef+start": "error feedback and a start of 10 %"}
+    names |= {"ef+start20": "error feedback and a start of 20 %"}
+    names |= {"ef 1/2": "error feedback, half of it old", "ef 1/3": "error feedback, a third of it old"}
     names |= {
-        "ef 1/4": "a quarter of it old",
+        "ef 1/4": "error feedback, a quarter of it old",
         "1/2": "delay, half of it old",
         "1/3": "delay, a third of it old",
     }
