@@ -132,8 +132,7 @@ class PipelineSettings(Settings):
     cutover: int | float | list[int] | None = _field(
         None,
         "microbatches of an update that read old weights, the others read the newest; below 1: a share of them; a list "
-        "by stage: emulate only (derived when a run is made: stages + 1, the fewest without a bubble; emulate: "
-        "all)",
+        "by stage: emulate only (derived when a run is made: stages + 1, of one stage 1; emulate: all)",
     )
     mismatch: int | list[int] = _field(
         0, "updates by which a backward's weights are newer than its forward's (no stashing); emulate only"

@@ -22,7 +22,7 @@ LEGEND = (
     "device (pipeline.microbatch_size is D times that). ckpt: activation checkpointing. shard: optimizer "
     "sharded over data ranks. spread: nodes hold data "
     "ranks of one stage, not stages of one pipeline. K: microbatches in flight. c: microbatches of an update that "
-    "are one update old, all where there is none. idle: device time without "
+    "2bw has one update old, all where no c stands. idle: device time without "
     "computation. time: to train on {tokens} tokens' worth of loss."
 )
 
