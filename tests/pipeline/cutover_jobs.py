@@ -25,22 +25,28 @@ def swings(group):
 
 
 OPTIMIZERS = {**tiny.OPTIMIZERS, "muon": muon}
-CUTOVERS = (0, 1, 2, 3, 4, 5, 6, swings)
-WAYS = (
-    ({"optimizer": tiny.adamw, "correction": "error_feedback", "max_grad_norm": 0.1}, CUTOVERS),
-    ({"optimizer": tiny.momentum, "correction": "none"}, (1, 3, 5, swings)),
-    ({"optimizer": muon, "correction": "error_feedback"}, (2, 4, swings)),
-    ({"optimizer": tiny.momentum, "correction": "momentum_prediction", "in_flight": 5}, (2, swings)),
-)
-CASES = [{**way, "cutover": cutover} for way, cutovers in WAYS for cutover in cutovers]
+CLIP = 0.1
 
 
 def cases_at(stages):
-    """All of them on four stages. On fewer, every cutover in one way, and one that changes in every way."""
-    if stages == 4:
-        return CASES
-    plain, *_ = (way for way, _ in WAYS)
-    return [c for c in CASES if c["cutover"] is swings or c["optimizer"] is plain["optimizer"]]
+    """Each optimizer, with error feedback and clipping and with neither: c = 0, 1, P-1, P+1, m-1, m and one that
+    changes with the group. With one of the two, and with another look-ahead: one that changes."""
+    fixed = sorted({0, 1, max(stages - 1, 0), min(stages + 1, M), M - 1, M})
+    ways = [
+        ({"correction": "error_feedback", "max_grad_norm": CLIP}, [*fixed, swings]),
+        ({"correction": "none"}, [*fixed, swings]),
+        ({"correction": "error_feedback"}, [swings]),
+        ({"correction": "none", "max_grad_norm": CLIP}, [swings]),
+    ]
+    cases = [
+        {"optimizer": optimizer, **way, "cutover": cutover}
+        for optimizer in OPTIMIZERS.values()
+        for way, cutovers in ways
+        for cutover in cutovers
+    ]
+    ahead = {"optimizer": tiny.momentum, "correction": "momentum_prediction", "in_flight": 5}
+    deep = [{**ahead, "cutover": cutover} for cutover in (2, swings)] if stages > 1 else []
+    return [*cases, *deep]
 
 
 def length(case):

@@ -5,9 +5,13 @@ G_g = mean over the m microbatches of group g of their gradients, microbatch k a
 z_{g+1} = Optimizer(z_g, G_g);  b_{g+1} = z_{g+1} + lam d (z_{g+1} - z_g)
 
 c_g is `cutover(g)`, m (all of them) by default, and 0 for a flushed group and the one after it.
+
+`exact` rounds where the engine says that it does, so that losses and weights can be held against it bit by bit: the
+norm is the exactly rounded sum of one square per parameter, and a bank is one interpolation past the newest weights.
 """
 
 import copy
+import math
 
 import torch
 
@@ -23,6 +27,7 @@ def train(
     delay=1,
     synchronous=lambda g: False,
     cutover=None,
+    exact=False,
 ):
     """Returns the losses of every microbatch and the final master."""
     master, worker = copy.deepcopy(module), copy.deepcopy(module)
@@ -44,11 +49,22 @@ def train(
         before = [p.detach().clone() for p in master.parameters()]
         for p, w in zip(master.parameters(), worker.parameters(), strict=True):
             p.grad = None if w.grad is None else w.grad.clone()
-        if clip is not None:
+        if clip is not None and exact:
+            clip_exactly([p.grad for p in master.parameters()], clip)
+        elif clip is not None:
             torch.nn.utils.clip_grad_norm_(master.parameters(), clip)
         optimizer.step()
-        banks[g + 1] = [
-            p.detach() + lam * max(delay, 1) * (p.detach() - o)
-            for p, o in zip(master.parameters(), before, strict=True)
-        ]
+        ahead = lam * max(delay, 1)
+        after = [p.detach() for p in master.parameters()]
+        if exact and ahead:
+            banks[g + 1] = [torch.lerp(o, p, 1.0 + ahead) for p, o in zip(after, before, strict=True)]
+        else:
+            banks[g + 1] = [p + ahead * (p - o) for p, o in zip(after, before, strict=True)]
     return losses, master
+
+
+def clip_exactly(grads, most):
+    norm = math.sqrt(math.fsum(float(grad.norm()) ** 2 for grad in grads))
+    factor = min(1.0, most / (norm + 1e-6))
+    for grad in grads:
+        grad.mul_(factor)
