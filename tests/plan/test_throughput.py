@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,7 @@ from slipstream.plan.throughput import (
     reduction_seconds,
     simulated,
     stage_times,
+    with_cutover,
 )
 from slipstream.schedule.generate import build
 
@@ -153,3 +155,16 @@ def test_stage_times_follow_microbatch_size_and_checkpointing():
     assert small.forward[0] < large.forward[0] < 2 * small.forward[0]  # the overhead is paid once
     assert again.backward[1] == pytest.approx(small.backward[1] + small.forward[1])
     assert small.update[0] > 0
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 16), (4, 16), (8, 32)])
+@pytest.mark.parametrize("reduction", [0.0, 2.0, 7.0, 11.0])  # of a pair of 3
+def test_the_cutover_leaves_as_many_pairs_as_an_update_takes(stages, microbatches, reduction):
+    given = times(stages, update=0.5, reduction=reduction)
+    layout = with_cutover(given, replace(shape("pipedream_2bw", stages, microbatches), data_ranks=2))
+    assert layout.cutover == stages - 1 + max(2, math.ceil(reduction / 3.0))
+    old = replace(layout, cutover=microbatches)
+    assert simulated(given, layout).seconds == pytest.approx(simulated(given, old).seconds, rel=2e-3)
+    if reduction > 6.0:
+        sooner = replace(layout, cutover=layout.cutover - 2)
+        assert simulated(given, sooner).seconds > 1.005 * simulated(given, old).seconds
