@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.train.conftest import TINY, make_data
 
 from slipstream.bench import race_seeds
-from slipstream.bench.race import Point, arguments_of, compare, curve, race, reach, write
+from slipstream.bench.race import Point, _sentence, arguments_of, compare, curve, race, reach, write
 from slipstream.cli import _dispatch
 from slipstream.cli.train import parse
 from slipstream.config import resolve
@@ -73,8 +73,11 @@ def test_the_default_target_is_reached_by_all_and_the_gain_is_speed_over_penalty
     assert result["target_loss"] == 3.0
     assert result["best_sync"] == "1f1b"
     assert result["token_penalty"] == pytest.approx(600 / 400)
-    assert result["speedup_in_tokens_per_second"] == pytest.approx(1.5)
+    assert result["speedup_in_tokens_per_second"] == pytest.approx((600 / 5.0) / (400 / 4.5))
     assert result["speedup_in_time_to_target"] == pytest.approx(4.5 / 5.0)
+    gain = result["speedup_in_tokens_per_second"] / result["token_penalty"]
+    assert gain == pytest.approx(result["speedup_in_time_to_target"])
+    assert "1.35 times the tokens per second until there, 1.500 times the tokens" in _sentence(result)
 
 
 def test_a_target_out_of_reach_is_said_so(tmp_path):

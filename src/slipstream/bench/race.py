@@ -161,13 +161,14 @@ def compare(runs: dict[str, Run], target: float | None) -> dict[str, Any]:
     others = {schedule: at for schedule, at in reached.items() if at is not None and schedule != OURS}
     if (ours := reached.get(OURS)) is not None and others:
         best = min(others, key=lambda schedule: others[schedule].seconds)
-        if min(ours.seconds, others[best].seconds) <= 0:  # there before the clock started: no time to compare
+        theirs = others[best]
+        if min(ours.seconds, theirs.seconds) <= 0:  # there before the clock started: no time to compare
             return result
         result |= {
             "best_sync": best,
-            "speedup_in_tokens_per_second": laps[OURS]["tokens_per_second"] / laps[best]["tokens_per_second"],
-            "token_penalty": ours.tokens / others[best].tokens,
-            "speedup_in_time_to_target": others[best].seconds / ours.seconds,
+            "speedup_in_tokens_per_second": (ours.tokens / ours.seconds) / (theirs.tokens / theirs.seconds),
+            "token_penalty": ours.tokens / theirs.tokens,
+            "speedup_in_time_to_target": theirs.seconds / ours.seconds,
         }
     return result
 
@@ -242,7 +243,7 @@ def _table(result: dict[str, Any]) -> Table:
         ("schedule", "seconds", "M tokens", "tokens / s", "final loss"),
         rows,
         title=f"Time to a validation loss of {result['target_loss']:.4f}",
-        note="Seconds of training: without start-up, compilation and validations.",
+        note="Seconds of training, without start-up and validations. Tokens / s: after the first validation.",
     )
 
 
@@ -252,7 +253,7 @@ def _sentence(result: dict[str, Any]) -> str:
         return ""
     return (
         f"2bw reaches it {result['speedup_in_time_to_target']:.2f} times as fast as {result['best_sync']}: "
-        f"{result['speedup_in_tokens_per_second']:.2f} times the tokens per second, "
+        f"{result['speedup_in_tokens_per_second']:.2f} times the tokens per second until there, "
         f"{result['token_penalty']:.3f} times the tokens."
     )
 
