@@ -38,7 +38,7 @@ from slipstream.study.run import Clock, Limits, run_study, steady_seconds
 from slipstream.study.show import Show
 from slipstream.study.sweep import Point
 from slipstream.study.worker import _run
-from slipstream.train.provenance import commit
+from slipstream.train.provenance import code
 
 TOY = Path(__file__).parents[2] / "studies" / "toy.toml"
 RESULTS = TOY.parents[1] / "docs" / "results"
@@ -129,7 +129,7 @@ def test_the_toy_study_end_to_end(tmp_path, data, capsys, monkeypatch, forked):
     assert sync.validation[-1][1] == sync.loss
     assert len(sync.held_out) == len(sync.data) == len(sync.source) == 64
     assert sync.versions["slipstream"] == __version__
-    assert sync.commit == (commit() or "")
+    assert sync.commit == (code().commit or "")
     folder = out / points["muon", "sync"].folder
     assert read_run(folder).status == "finished"
     kept = {path.name for path in folder.iterdir()}  # a study keeps numbers, not weights

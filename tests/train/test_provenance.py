@@ -7,13 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from slipstream import __version__
 from slipstream.train import provenance
 
 ASK = (
     "import json; from slipstream.train import provenance as p; "
-    "print(json.dumps([p.versions(), p.commit(), p.source_fingerprint()]))"
+    "print(json.dumps([p.versions(), p.code().commit, p.code().source]))"
 )
 
 
@@ -53,19 +56,78 @@ def test_every_byte_and_every_name_counts(tmp_path):
     assert fingerprint(b="y", a="x") == prints[0]
 
 
-def test_a_checkout_names_its_commit_and_says_when_files_differ(tmp_path):
-    def git(*words: str) -> str:
-        who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-        return subprocess.run(
-            ["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True, text=True
-        ).stdout.strip()
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A repository laid out like ours, with one commit."""
+    for name in ("pyproject.toml", ".gitignore", "README.md", "src/slipstream/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("__pycache__/\n" if name == ".gitignore" else "")
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "-m", "first")
+    return tmp_path
 
+
+def git(folder: Path, *words: str) -> str:
+    who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    done = subprocess.run(
+        ["git", "-C", str(folder), *who, *words], check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+def test_a_repository_without_a_commit_has_no_name(tmp_path):
     (tmp_path / "__init__.py").write_text("")
-    git("init", "--quiet")
-    assert provenance.commit(tmp_path) is None  # nothing is committed
-    git("add", ".")
-    git("commit", "--quiet", "-m", "first")
-    head = git("rev-parse", "HEAD")
-    assert provenance.commit(tmp_path) == head
-    (tmp_path / "__init__.py").write_text("changed = True\n")
-    assert provenance.commit(tmp_path) == f"{head}-dirty"
+    assert provenance.commit(tmp_path) is None
+    git(tmp_path, "init", "--quiet")
+    assert provenance.commit(tmp_path) is None
+    git(tmp_path, "add", ".")
+    assert provenance.commit(tmp_path) is None
+    git(tmp_path, "commit", "--quiet", "-m", "first")
+    assert provenance.commit(tmp_path) == git(tmp_path, "rev-parse", "HEAD")
+
+
+def test_a_copy_that_a_repository_does_not_hold_has_no_commit(checkout):
+    """As an installed package below somebody's own checkout."""
+    (checkout / ".gitignore").write_text("lib/\n")
+    shutil.copytree(checkout / "src", checkout / "lib")
+    assert provenance.commit(checkout / "lib" / "slipstream") is None
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/new.md", "src/slipstream/__pycache__/x.pyc", "src/other.py"]
+)
+def test_a_clean_package_is_named_by_its_commit_whatever_else_has_changed(checkout, name):
+    (checkout / name).parent.mkdir(exist_ok=True)
+    (checkout / name).write_text("changed\n")
+    git(checkout, "add", "--all")
+    (checkout / name).write_text("and once more\n")
+    assert provenance.commit(checkout / "src/slipstream") == git(checkout, "rev-parse", "HEAD")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pyproject.toml", "src/slipstream/__init__.py", "src/slipstream/new.py", "src/slipstream/table.json"],
+)
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_package_that_differs_from_its_commit_says_so(checkout, name, staged):
+    (checkout / name).write_text("changed = True\n")
+    if staged:
+        git(checkout, "add", "--all")
+    head = git(checkout, "rev-parse", "HEAD")
+    assert provenance.commit(checkout / "src/slipstream") == f"{head}-dirty"
+    git(checkout, "add", "--all")
+    git(checkout, "commit", "--quiet", "-m", "second")
+    assert provenance.commit(checkout / "src/slipstream") == git(checkout, "rev-parse", "HEAD") != head
+
+
+def test_commit_and_fingerprint_stay_those_of_the_first_moment(checkout):
+    """A process runs for hours while its checkout goes on: what it names is what it began with."""
+    home = checkout / "src/slipstream"
+    first = provenance.code(home)
+    assert first == provenance.Code(git(checkout, "rev-parse", "HEAD"), provenance.source_fingerprint(home))
+    (home / "__init__.py").write_text("changed = True\n")
+    git(checkout, "commit", "--quiet", "--all", "-m", "second")
+    assert provenance.code(home) == first
+    assert provenance.commit(home) != first.commit
+    assert provenance.source_fingerprint(home) != first.source

@@ -207,12 +207,13 @@ def write_environment(
 ) -> None:
     """Versions, machine, seeds, data: what a number in events.jsonl rests on."""
     more = () if config.model.hf is None else ("transformers",)
+    code = provenance.code()
     environment = {
         "command": command or shlex.join(sys.argv),
         "python": platform.python_version(),
         "versions": provenance.versions(*more),
-        "commit": provenance.commit(),
-        "source": provenance.source_fingerprint(),
+        "commit": code.commit,
+        "source": code.source,
         "platform": platform.platform(),
         "host": platform.node(),
         "cpus": os.cpu_count(),
