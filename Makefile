@@ -1,5 +1,5 @@
 # `make train`: set up and run the main job.  `make check`: the quick look.  `make test`: set up and check everything.
-# `make docs`: build the documentation into site/.
+# `make docs`: build the documentation into site/.  `make study-text`: the text of the studies.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -22,7 +22,7 @@ FAST := $(addprefix tests/, test_config.py test_docs.py test_imports.py test_pri
   $(addprefix pipeline/test_, channel.py depth.py one_stage.py) \
   $(addprefix bench/test_, measure.py work.py) $(addprefix train/test_, checkpoint.py reporting.py))
 
-.PHONY: train check lint types test test-all bench fuzz chaos docs format clean
+.PHONY: train check lint types test test-all bench fuzz chaos docs study-text format clean
 train: $(VENV)/.installed
 	$(BIN)/slipstream train
 
@@ -60,6 +60,10 @@ fuzz: $(VENV)/.installed-dev
 
 chaos: $(VENV)/.installed-dev
 	PYTHONPATH=tests $(BIN)/python -m chaos.campaign --cases $(or $(CASES),1000) --seed $(or $(SEED),0) --workers $(or $(WORKERS),1) --out chaos.jsonl
+
+# The text of the studies, out of a public source (130 MB fetched): OUT may be given.
+study-text:
+	$(PYTHON) tools/study_text.py $(or $(OUT),data/study_text)
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format $(CODE)
