@@ -10,8 +10,9 @@ With --partitions each stage has its share of one GPU, and the emulator as much:
 multiprocessors there are. That takes a CUDA MPS service which is running; all processes share it, so that they run
 side by side. (pipeline.partitions=true starts one for each run, and the GPU turns from one service to the other.)
 
-OUT/engine.jsonl has a line for each run, with the losses of its updates and its validations, and what made it; what it
-holds is not run again. The emulator's runs and the engine's wait for their own kind only.
+OUT/engine.jsonl has a line for each run, with the losses of its updates and its validations, and what made it: device,
+text, versions, commit and fingerprint of the code, changed settings. What it holds is not run again. The emulator's
+runs and the engine's wait for their own kind only.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -30,6 +32,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from slipstream.metrics.events import read_run
 from slipstream.study.results import read_folder
 
 # The 4M rung of ladder.toml at 5 tokens per parameter, in eight microbatches. At the rung's rate, four times this one,
@@ -45,6 +48,14 @@ SETTINGS = [
 EMULATOR, EMULATOR_AGAIN = "emulator", "emulator again"
 ENGINE, ENGINE_AGAIN = "engine", "engine again"
 ENGINES = (ENGINE, ENGINE_AGAIN)
+MADE = (
+    "device",
+    "data",
+    "held_out",
+    "versions",
+    "commit",
+    "source",
+)  # of a run, as an export of a study has it
 PAIRS = ((ENGINE, EMULATOR), (ENGINE_AGAIN, ENGINE), (EMULATOR_AGAIN, EMULATOR))
 Line = dict[str, Any]
 
@@ -73,13 +84,15 @@ class Run:
 
 
 def curve(folder: Path) -> Line:
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    steps = [event for event in events if event["event"] == "step"]
-    made = read_folder(folder)
+    """Of a run that has ended, and that may have been begun before."""
+    run, made = read_run(folder), read_folder(folder)
+    if made is None:
+        raise OSError(f"{folder} holds no run that has ended")
+    steps = run.surviving("step")
     return {
-        **({key: getattr(made, key) for key in ("device", "data", "versions", "commit")} if made else {}),
+        **{key: getattr(made, key) for key in MADE},
         "losses": [event["loss"] for event in steps],
-        "validation": [event["loss"] for event in events if event["event"] == "validation"],
+        "validation": [event["loss"] for event in run.surviving("validation")],
         "seconds": steps[-1]["seconds"],
         "tokens": steps[-1]["tokens"],
     }
@@ -92,7 +105,8 @@ def measure(run: Run, out: Path, stages: int, partitions: bool, changes: Sequenc
         left = max(1.0, ends - time.monotonic())
         command = run.command(folder, stages, changes)
         subprocess.run(command, stdout=log, stderr=log, timeout=left, check=True, env=os.environ | share)
-    return asdict(run) | {"stages": stages if run.real else 1} | curve(folder)
+    given = {"stages": stages if run.real else 1, "partitions": partitions, "changes": list(changes)}
+    return asdict(run) | given | curve(folder)
 
 
 def table(lines: Sequence[Line]) -> str:
@@ -121,6 +135,19 @@ def table(lines: Sequence[Line]) -> str:
             ]
             rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
+
+
+def makers(lines: Sequence[Line]) -> str:
+    """What made the runs, as far as their lines say it: old ones do not."""
+    counts = Counter(map(_maker, lines))
+    return "Made by " + "; ".join(f"{maker}: {number} runs" for maker, number in counts.items()) + "."
+
+
+def _maker(line: Line) -> str:
+    if "versions" not in line:
+        return "what was not noted"
+    code = line["commit"] or f"code {line.get('source', '')[:12] or 'not noted'}"
+    return f"{code}, torch {line['versions'].get('torch')}, {line['device']}"
 
 
 def _equal(a: Line, b: Line) -> int:
@@ -180,7 +207,11 @@ def main() -> None:
             waiting = [(engines if run.real else emulators).submit(one, run) for run in todo]
             for future in waiting:
                 future.result()
-    print(table(lines) if lines else f"No run has ended yet: there is nothing in {file}.")
+    print(
+        f"{table(lines)}\n\n{makers(lines)}"
+        if lines
+        else f"No run has ended yet: there is nothing in {file}."
+    )
 
 
 if __name__ == "__main__":
