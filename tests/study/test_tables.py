@@ -341,6 +341,32 @@ def test_runs_that_do_not_name_their_code_are_counted(tmp_path, paired):
     assert "fingerprint of its code" not in (tmp_path / "s.md").read_text()
 
 
+def test_a_gap_between_runs_of_different_code_says_so(tmp_path, paired):
+    """Also where only one of two names its code; where neither does nothing is known."""
+    study, expansion, results, cells, roles = paired
+    assert not any(cell.other_code for cell in cells.values())
+    made = {
+        ("0", "sync"): "a",
+        ("1", "sync"): "a",
+        ("0", "delay"): "a",
+        ("1", "delay"): "a",
+        ("0", "ef"): "b",
+    }
+    named = {
+        point.digest: replace(results[point.digest], source=made[point.labels["seed"], point.labels["mode"]])
+        for point in expansion.points
+        if (point.labels["seed"], point.labels["mode"]) in made
+    }
+    rows, _ = compared_cells(study, expansion, results | named)
+    assert {cell.mode for cell in rows if cell.other_code} == {"ef", "ef+start"}
+    table = loss_table(rows, roles)
+    assert {row[0] for row in table.rows if row[3].endswith(" †")} == {"ef", "ef+start"}
+    assert "†: the runs of at least one pair are of different code." in table.note
+    assert "†" not in loss_table(list(cells.values()), roles).note
+    told = {row["mode"]: row["other_code"] for row in csv.DictReader(io.StringIO(as_csv(rows, roles)))}
+    assert told == {"sync": "0", "delay": "0", "ef": "1", "ef+start": "1"}
+
+
 def test_a_run_that_broke_on_the_way_is_named(tmp_path, paired):
     study, expansion, results, _, _ = paired
     point = next(p for p in expansion.points if p.name == "seed=0 mode=sync")

@@ -56,6 +56,7 @@ class Cell:
     penalty: Estimate | None = None  # by curve: read off that of the paired synchronous run
     by_length: Estimate | None = None  # read off the final losses of synchronous runs of several lengths
     read: Reading | None = None  # how `by_length` was
+    other_code: bool = False  # whether the code of a run is not that of the one it is paired with
 
     @property
     def losses(self) -> dict[str, float]:
@@ -176,6 +177,7 @@ def _compare(cell: Cell, chosen: Mapping[tuple[Labels, str], Cell], roles: AxisR
         gap=paired_gap(losses, reference.losses),
         recovered=recovered,
         penalty=_read_off(by_curve, reference.losses, losses),
+        other_code=any(cell.results[seed].source != reference.results[seed].source for seed in losses),
     )
 
 

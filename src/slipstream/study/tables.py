@@ -66,7 +66,7 @@ def loss_table(cells: Sequence[Cell], roles: AxisRoles) -> Table:
                 *(chosen.get(axis, NONE) for axis in roles.best),
                 _seeds(cell, roles),
                 loss,
-                _estimate(cell.gap, "+.4f"),
+                _estimate(cell.gap, "+.4f") + (" †" if cell.other_code else ""),
                 _percent(cell.recovered),
                 _estimate(cell.penalty, ".3f"),
                 *([_estimate(cell.by_length, ".3f")] if BY_LENGTH in header else []),
@@ -82,6 +82,8 @@ def loss_table(cells: Sequence[Cell], roles: AxisRoles) -> Table:
         note += _how_by_length(cells, roles)
     if any(one.extrapolated for cell in cells for one in (cell.penalty, cell.by_length) if one):
         note += " *: extrapolated beyond the curve."
+    if any(cell.other_code for cell in cells):
+        note += " †: the runs of at least one pair are of different code."
     return Table(header, body, title="Loss", note=note)
 
 
@@ -235,7 +237,7 @@ def as_csv(cells: Sequence[Cell], roles: AxisRoles) -> str:
         for part in ("", "_low", "_high")
     ]
     counted = ["seeds", "failed", "mean", "standard_error"]
-    marks = ["extrapolated", "by_length_extrapolated", "by_length_least"]
+    marks = ["extrapolated", "by_length_extrapolated", "by_length_least", "other_code"]
     header = [*axes, roles.mode, *roles.best, *counted, *estimates, *marks]
     rows = []
     for cell in cells:
@@ -248,7 +250,7 @@ def as_csv(cells: Sequence[Cell], roles: AxisRoles) -> str:
         start += [*(chosen.get(axis, "") for axis in roles.best), len(cell.results), len(cell.failed)]
         plain = ["" if value is None else f"{value:.6g}" for value in numbers]
         marked = [int(bool(one and one.extrapolated)) for one in (cell.penalty, cell.by_length)]
-        marked += [int(bool(cell.by_length and cell.by_length.least))]
+        marked += [int(bool(cell.by_length and cell.by_length.least)), int(cell.other_code)]
         rows.append([str(value) for value in (*start, *plain, *marked)])
     return table_csv(Table(header, rows))
 
