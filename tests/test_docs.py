@@ -21,6 +21,7 @@ from slipstream.config import describe, load
 from slipstream.config.load import from_tree
 
 sys.path.insert(0, str(ROOT / "tools"))
+import cutover_fit
 import docs_hooks
 import race_figure
 import size_figure
@@ -152,6 +153,11 @@ def test_the_results_give_every_token_penalty_by_both_readings():
     rows = size_figure.penalty_rows()
     assert len(rows) == 14
     assert [row for row in rows if row not in page] == []
+
+
+def test_the_page_about_the_cutover_has_the_rows_that_are_computed():
+    page = (ROOT / "docs/results/cutover.md").read_text()
+    assert [row for row in cutover_fit.rows() if row not in page] == []
 
 
 def test_the_page_about_size_has_the_rows_that_are_computed():
