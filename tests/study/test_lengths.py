@@ -136,6 +136,20 @@ def test_the_chord_of_two_lengths_is_a_lower_bound_on_every_law(power, ratio, sh
     assert penalty_of_gap(gap, slope) <= found.value * (1 + 1e-6)
 
 
+POSITIVE = st.floats(1e-300, 1e300)
+
+
+@given(
+    st.lists(st.tuples(POSITIVE, st.floats(-1e308, 1e308)), min_size=3, max_size=3), st.floats(-1e308, 1e308)
+)
+def test_whatever_an_export_holds_a_law_is_one_or_there_is_none(points, loss):
+    found = power_law(points)
+    if found is not None:
+        penalty = found.penalty(points[0][1], loss)
+        assert penalty is None or 0 < penalty.value < math.inf
+    loss_at(points, points[1][0])
+
+
 def test_the_loss_on_a_curve_between_its_points_and_nowhere_else():
     curve = [(0.0, 9.0), (100.0, 5.0), (400.0, 4.0)]
     assert loss_at(curve, 200.0) == pytest.approx(4.5)

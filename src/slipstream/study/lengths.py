@@ -60,7 +60,7 @@ def _lengths_of(
     def add(runs: Iterable[tuple[str, Result]]) -> None:
         for seed, run in runs:
             held = reference.results.get(seed)
-            if held is not None and run.same_text(held):
+            if held is not None and run.same_text(held) and run.tokens > 0:
                 found.setdefault(run.tokens, {}).setdefault(seed, run)
 
     add(reference.results.items())
@@ -110,7 +110,7 @@ def _bounded(cell: Cell, reference: Cell, lengths: Lengths) -> Cell:
     """With the larger of two lower bounds, where there are shorter synchronous runs and something was lost."""
     assert cell.gap is not None
     whole = next(iter(reference.results.values())).tokens
-    fewer = max((tokens for tokens in lengths if tokens < whole), default=None)
+    fewer = max((tokens for tokens in lengths if whole / tokens > 1), default=None)
     if fewer is None or cell.gap.value <= 0:
         return cell
     falls, above = [], []

@@ -58,7 +58,7 @@ def log_tokens_at(curve: Curve, loss: float) -> float:
 def loss_at(curve: Curve, tokens: float) -> float | None:
     """The loss on a curve where it has read `tokens`; None outside of it."""
     for (x0, y0), (x1, y1) in pairwise(sorted(curve)):
-        if 0 < x0 <= tokens <= x1:
+        if 0 < x0 <= tokens <= x1 and x0 < x1:
             return y0 + (y1 - y0) * math.log(tokens / x0) / math.log(x1 / x0)
     return None
 
@@ -75,9 +75,10 @@ class PowerLaw:
 
     def log_tokens_at(self, loss: float) -> float | None:
         """The logarithm of the tokens at which a run ends at `loss`; None far outside the runs it goes through."""
-        if loss <= self.floor:
+        above = (loss - self.floor) / self.excess
+        if above <= 0:
             return None
-        found = math.log(self.longest) - math.log((loss - self.floor) / self.excess) / self.power
+        found = math.log(self.longest) - math.log(above) / self.power
         low, high = math.log(self.shortest / BEYOND), math.log(self.longest * BEYOND)
         return found if low <= found <= high else None
 
@@ -94,9 +95,9 @@ class PowerLaw:
 def power_law(points: Curve) -> PowerLaw | None:
     """The one through three points; None where they do not fall, or not ever more slowly with ln tokens."""
     (shortest, first), (middle, second), (longest, third) = sorted(points)
-    if not first > second > third:
-        return None
     far, near = math.log(longest / shortest), math.log(longest / middle)
+    if not first > second > third or not far > near > 0:
+        return None
     ratio = (first - second) / (second - third)
     if not math.isfinite(ratio) or ratio <= (far - near) / near * (1 + 1e-6):
         return None  # straight at best
