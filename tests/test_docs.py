@@ -8,7 +8,6 @@ import re
 import shlex
 import sys
 import tomllib
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from slipstream.config import describe, load
 from slipstream.config.load import from_tree
 
 sys.path.insert(0, str(ROOT / "tools"))
+import cutover_fit
 import docs_hooks
 import race_figure
 import size_figure
@@ -155,35 +155,25 @@ def test_the_results_give_every_token_penalty_by_both_readings():
     assert [row for row in rows if row not in page] == []
 
 
+def test_the_page_about_the_cutover_has_the_rows_that_are_computed():
+    page = (ROOT / "docs/results/cutover.md").read_text()
+    assert [row for row in cutover_fit.rows() if row not in page] == []
+
+
 def test_the_page_about_size_has_the_rows_that_are_computed():
     page = (ROOT / "docs/results/size.md").read_text()
-    kinds = ("gap", "fit", "needed", "length", "rate")
-    rows = [row for kind in kinds for row in getattr(size_fit, f"{kind}_rows")()]
-    assert [row for row in rows if row not in page] == []
+    assert [row for row in size_fit.rows() if row not in page] == []
     table = {(row["size"], row["mode"]): row for row in size_fit.table("ladder")}
     for (size, mode), row in table.items():
         if mode != "sync":  # the study's own table says the same
-            assert size_fit.interval(size_fit.gaps(size, mode)).value == pytest.approx(
-                float(row["gap"]), abs=1e-5
-            )
+            gaps = list(size_fit.gaps(size, mode).values())
+            assert size_fit.interval(gaps).value == pytest.approx(float(row["gap"]), abs=1e-5)
 
 
 def test_the_page_about_updates_has_the_rows_and_the_picture_that_are_computed():
     page = (ROOT / "docs/results/length_and_batch.md").read_text()
-    kinds = ("gap", "fit", "local", "predicted", "momentum")
-    rows = [row for kind in kinds for row in getattr(updates_fit, f"{kind}_rows")()]
-    assert [row for row in rows if row not in page] == []
+    assert [row for row in updates_fit.rows() if row not in page] == []
     assert updates_figure.FIGURE.read_text() == updates_figure.draw()
-
-
-def test_the_fit_of_powers_finds_those_that_gaps_were_made_with(monkeypatch):
-    """Gaps on an exact power have no scatter, and the prediction far away is the power itself."""
-    made = [replace(run, gap=3.0 * run.updates**-0.7 * run.parameters**-0.2) for run in updates_fit.runs()]
-    monkeypatch.setattr(updates_fit, "runs", lambda: made)
-    found = updates_fit.fit("ef", (0, 1, 2))
-    assert found.exponents == pytest.approx((0.7, 0.0, 0.2), abs=1e-9)
-    assert found.scatter == pytest.approx(0.0, abs=1e-9)
-    assert found.at(1e5, 2**20, 1e9)[0] == pytest.approx(3.0 * 1e5**-0.7 * 1e9**-0.2)
 
 
 def test_the_results_begin_with_one_picture_and_one_table_of_ten_rows():

@@ -13,7 +13,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 
-from size_fit import RESULTS, slope, table
+from size_fit import RESULTS, entry, penalties, row_of, table
 
 FIGURE = RESULTS.parent / "figures" / "gap-against-size.svg"
 # study, what picks its rows, name of the setting
@@ -79,16 +79,6 @@ def _number(text: str) -> float | None:
     return float(text) if text else None
 
 
-def slope_of_a() -> float:
-    """Setting A: how far the final synchronous loss falls per e-fold of tokens, from 600 updates to 2400."""
-    final = {
-        row["updates"]: float(row["mean"])
-        for row in table("a-length")
-        if (row["batch"], row["mode"]) == ("16k", "sync")
-    }
-    return (final["600"] - final["2400"]) / math.log(2400 / 600)
-
-
 def penalty_rows() -> list[str]:
     """Rows of net_gain.md: gap, token penalty by curve and by length, of Muon in both settings."""
     names = {"delay": "delay", "ef": "error feedback", "ef+start": "error feedback and a start of 10 %"}
@@ -99,7 +89,7 @@ def penalty_rows() -> list[str]:
         "1/2": "delay, half of it old",
         "1/3": "delay, a third of it old",
     }
-    rows, slopes = [], {"8M, B": slope("8M"), "42M, A": slope_of_a()}
+    rows = []
     for setting, study, elsewhere in (
         ("8M, B", "b-muon-adamw", ()),
         ("8M, B", "b-cutover", ("ef",)),
@@ -109,31 +99,9 @@ def penalty_rows() -> list[str]:
         for row in table(study):
             if row.get("optimizer", "muon") != "muon" or row["mode"] not in names or row["mode"] in elsewhere:
                 continue
-            gap = _estimate(row, "gap", "+.3f")
-            worth, key = row, "penalty_by_length"
-            if not row[key]:  # the other lengths are in another study
-                gaps = {end: _number(row[f"gap{end}"]) for end in ("", "_low", "_high")}
-                worth = {
-                    key + end: "" if gap is None else str(math.exp(gap / slopes[setting]))
-                    for end, gap in gaps.items()
-                }
-            by_length = _estimate(worth, key, ".3f")
-            cells = [
-                setting,
-                names[row["mode"]],
-                row["seeds"],
-                gap,
-                _estimate(row, "penalty", ".3f"),
-                by_length,
-            ]
-            rows.append("| " + " | ".join(cells) + " |")
+            cells = [setting, names[row["mode"]], row["seeds"], entry(row, "gap", "+.3f"), *penalties(row)]
+            rows.append(row_of(cells))
     return rows
-
-
-def _estimate(row: dict[str, str], key: str, form: str) -> str:
-    value, low, high = (_number(row[f"{key}{part}"]) for part in ("", "_low", "_high"))
-    assert value is not None
-    return f"{value:{form}}" if low is None or high is None else f"{value:{form}} [{low:.3f}, {high:.3f}]"
 
 
 def draw(found: list[Dot]) -> str:

@@ -1,12 +1,7 @@
 """How the gap of one update of delay scales with the model: the figures of docs/results/size.md.
 
 The gap of each seed of the ladder (20 tokens per parameter) is its loss less the synchronous loss of the same seed.
-The fit is a straight line by least squares through all seeds,
-
-    ln gap = ln a - b ln(parameters),    so that gap = a parameters^-b,
-
-with t-intervals. More than two sizes can be held against the line: `bend` is how many standard errors they lie off it,
-by the spread between seeds alone (95 % of three sizes would be within 2.4, of four within 2.1).
+The fit is that of `power_fit`, gap = a parameters^-b, through the sizes.
 
 Read are the tables of docs/results and, for 2M at twice the rate, `ladder-log.csv`: final losses that only a log kept.
 
@@ -19,14 +14,14 @@ import csv
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from slipstream.study.penalty import mean_penalty, penalty_of_gap, token_penalty
+from power_fit import Setting, fit, lack_of_fit, local_power
+
 from slipstream.study.results import Result, read_export
-from slipstream.study.statistics import Estimate, interval, t_quantile
+from slipstream.study.statistics import Estimate, interval
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 NAMES = {"delay": "delay", "ef": "error feedback", "ef 1/3": "a third of it old"}
@@ -62,20 +57,14 @@ def synchronous(size: str) -> dict[str, Result]:
     return {row["seed"]: runs()[row["run"]] for row in rows if not row["tuning"]}
 
 
-def gaps(size: str, mode: str) -> list[float]:
-    """Of the seeds that both have."""
+def gaps(size: str, mode: str) -> dict[str, float]:
+    """By seed, of those that both have."""
     reference = losses(size, "sync")
-    return [loss - reference[seed] for seed, loss in losses(size, mode).items() if seed in reference]
+    return {seed: loss - reference[seed] for seed, loss in losses(size, mode).items() if seed in reference}
 
 
 def parameters(size: str) -> float:
     return synchronous(size)["0"].parameters
-
-
-def slope(size: str) -> float:
-    """How far the final synchronous loss of seed 0 falls per e-fold of tokens, from a quarter of the length."""
-    whole, (quarter, updates) = synchronous(size)["0"], quarter_loss(size, "sync")
-    return (quarter - losses(size, "sync")["0"]) / math.log(whole.steps / updates)
 
 
 def quarter_loss(size: str, mode: str) -> tuple[float, int]:
@@ -86,79 +75,46 @@ def quarter_loss(size: str, mode: str) -> tuple[float, int]:
     return float(best["loss"]), runs()[best["run"]].steps
 
 
-@dataclass(frozen=True)
-class Line:
-    """ln gap = intercept - exponent * ln(parameters)."""
-
-    exponent: float
-    half: float  # of the exponent's 95 % interval
-    middle: tuple[float, float]  # mean ln(parameters), mean ln(gap)
-    variance: float  # of a seed about the line
-    spread: float  # sum of squares of ln(parameters) about its mean
-    points: int
-    bend: float | None  # standard errors that the sizes lie off the line; None of two sizes
-
-    def at(self, size: float) -> tuple[float, float, float]:
-        """The gap on the line, and the 95 % interval of the line there."""
-        away = math.log(size) - self.middle[0]
-        value = self.middle[1] - self.exponent * away
-        error = math.sqrt(self.variance * (1 / self.points + away**2 / self.spread))
-        half = t_quantile(self.points - 2) * error
-        return math.exp(value), math.exp(value - half), math.exp(value + half)
-
-
-def sizes_of(mode: str) -> tuple[str, ...]:
-    """Those with as many seeds as an interval needs."""
-    return tuple(size for size in SIZES if len(losses(size, mode)) >= SEEDS)
-
-
-def fit(mode: str, sizes: Sequence[str]) -> Line:
-    points = [(math.log(parameters(size)), math.log(gap)) for size in sizes for gap in gaps(size, mode)]
-    x, y = (statistics.fmean(values) for values in zip(*points, strict=True))
-    spread = sum((a - x) ** 2 for a, _ in points)
-    falls = -sum((a - x) * (b - y) for a, b in points) / spread
-    squares = sum((b - y + falls * (a - x)) ** 2 for a, b in points)
-    variance = squares / (len(points) - 2)
-    bend = None
-    if len(sizes) > 2:
-        logs = [[math.log(gap) for gap in gaps(size, mode)] for size in sizes]
-        within = sum((value - statistics.fmean(one)) ** 2 for one in logs for value in one)
-        freedom = len(sizes) - 2
-        bend = math.sqrt((squares - within) / freedom / (within / (len(points) - len(sizes))))
-    half = t_quantile(len(points) - 2) * math.sqrt(variance / spread)
-    return Line(falls, half, (x, y), variance, spread, len(points), bend)
-
-
 def gap_rows() -> list[str]:
+    """Gap and token penalty as the study's own table has them."""
+    found = {(row["size"], row["mode"]): row for row in table("ladder")}
     rows = []
     for size in SIZES:
         for mode, name in NAMES.items():
-            if (seeds := len(losses(size, mode))) < SEEDS:
-                name = f"{name}, {seeds} seeds"
-            gap, references = interval(gaps(size, mode)), synchronous(size)
-            found = [
-                token_penalty(references[seed].validation, references[seed].loss or 0.0, loss)
-                for seed, loss in losses(size, mode).items()
-            ]
-            by_curve = mean_penalty([one for one in found if one is not None])
-            by_length = penalty_of_gap(gap, slope(size))
-            cells = [size, name, shown(gap, "+.4f"), shown(by_curve, ".3f"), shown(by_length, ".3f")]
-            rows.append(row_of(cells))
+            row = found[size, mode]
+            if int(row["seeds"]) < SEEDS:
+                name = f"{name}, {row['seeds']} seeds"
+            rows.append(row_of([size, name, entry(row, "gap", "+.4f"), *penalties(row)]))
     return rows
+
+
+def settings(mode: str) -> list[Setting]:
+    return [Setting((parameters(size),), tuple(gaps(size, mode).values())) for size in SIZES]
 
 
 def fit_rows() -> list[str]:
     rows = []
     for mode, name in NAMES.items():
-        every = sizes_of(mode)
-        for sizes in (every, every[:2], every[1:]):
-            line = fit(mode, sizes)
-            around = f"{line.exponent:.2f} [{line.exponent - line.half:.2f}, {line.exponent + line.half:.2f}]"
-            bend = "–" if line.bend is None else f"{line.bend:.1f}"
-            told = [_predicted(*line.at(size)) for _, size in LARGER]
-            rows.append(
-                row_of([name, ", ".join(sizes), around, bend, *(told if sizes[-1] == every[-1] else "––")])
-            )
+        found, lack = fit(settings(mode)), lack_of_fit(settings(mode))
+        (power,), (half,) = found.exponents, found.halves
+        told = [predicted(found.setting((size,))) for _, size in LARGER]
+        off = f"F({lack.freedom[0]}, {lack.freedom[1]}) = {lack.ratio:.1f}, p {lack.chance:.2g}"
+        rows.append(row_of([name, f"{power:.2f} [{power - half:.2f}, {power + half:.2f}]", off, *told]))
+    return rows
+
+
+def local_rows() -> list[str]:
+    """The power that leads from each size to the next, by seed."""
+    rows = []
+    for mode, name in NAMES.items():
+        powers = [
+            local_power(gaps(small, mode), gaps(large, mode), parameters(large) / parameters(small))
+            for small, large in pairwise(SIZES)
+        ]
+        few = [f" ({one.n} seeds)" if one.n < SEEDS else "" for one in powers]
+        rows.append(
+            row_of([name, *(shown(one, ".2f") + said for one, said in zip(powers, few, strict=True))])
+        )
     return rows
 
 
@@ -167,7 +123,7 @@ def needed_rows() -> list[str]:
     published = {(row["model"], row["mode"]): _number(row["gap"]) for row in table("published")}
     rows = []
     for mode in ("delay", "ef"):
-        ours = statistics.fmean(gaps("8M", mode))
+        ours = statistics.fmean(gaps("8M", mode).values())
         steps = [(parameters("8M"), ours), *((size, published[name, mode]) for name, size in LARGER)]
         cells = [NAMES[mode], f"{ours:+.4f}"]
         for (small, first), (large, second) in pairwise(steps):
@@ -201,6 +157,20 @@ def _number(text: str) -> float:
     return float(text) if text else 0.0
 
 
+def entry(row: Mapping[str, str], key: str, form: str) -> str:
+    """A figure of a study's table as CSV, as its page shows it."""
+    low, high = row[f"{key}_low"], row[f"{key}_high"]
+    around = (float(low), float(high)) if low and high else None
+    return shown(Estimate(float(row[key]), around, int(row["seeds"])), form)
+
+
+def penalties(row: Mapping[str, str]) -> list[str]:
+    """By curve and by length; – where there is none, ≥ where only a lower bound is known."""
+    by_length = entry(row, "penalty_by_length", ".3f") if row.get("penalty_by_length") else "–"
+    least = "≥ " if row.get("by_length_least") == "1" else ""
+    return [entry(row, "penalty", ".3f"), least + by_length]
+
+
 def shown(estimate: Estimate | None, form: str) -> str:
     assert estimate is not None
     if estimate.interval is None:
@@ -209,8 +179,10 @@ def shown(estimate: Estimate | None, form: str) -> str:
     return f"{estimate.value:{form}} [{low}, {high}]"
 
 
-def _predicted(*values: float) -> str:
-    value, low, high = ("<0.0001" if value < 5e-5 else f"{value:.4f}" for value in values)
+def predicted(estimate: Estimate) -> str:
+    assert estimate.interval is not None
+    ends = (estimate.value, *estimate.interval)
+    value, low, high = ("<0.0001" if one < 5e-5 else f"{one:.4f}" for one in ends)
     return f"{value} [{low}, {high}]"
 
 
@@ -218,6 +190,14 @@ def row_of(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+KINDS = (gap_rows, fit_rows, local_rows, needed_rows, length_rows, rate_rows)
+
+
+def rows() -> list[str]:
+    """Every row of the page."""
+    return [row for kind in KINDS for row in kind()]
+
+
 if __name__ == "__main__":
-    for rows in (gap_rows(), fit_rows(), needed_rows(), length_rows(), rate_rows()):
-        print(*rows, "", sep="\n")
+    for kind in KINDS:
+        print(*kind(), "", sep="\n")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from size_figure import COLOURS, MODES, text_at
 from size_fit import RESULTS, table
-from updates_fit import UPDATES, Run, fit, runs, setting_a
+from updates_fit import UPDATES, Run, fitted, last_power, runs, setting_a, size_name
 
 from slipstream.study.statistics import interval
 
@@ -53,7 +53,8 @@ def legend() -> Iterator[str]:
         yield text_at(LEFT + 402 + 70 * number, 48, name)
     yield text_at(LEFT + 680, 48, "tokens a batch")
     words = (
-        "Bars: 95 % intervals over three paired seeds. Lines: powers of the updates, fitted to all but 42M."
+        "Bars: 95 % intervals over three paired seeds. Lines: powers of the updates through all settings but 42M; "
+        "bands: 95 % of new settings. Dots: 4M's last power."
     )
     yield text_at(LEFT, 68, words, colour="#555", size=11)
 
@@ -74,23 +75,23 @@ def point(group: list[Run]) -> Iterator[str]:
         yield f'<path d="M{x:.1f} {low:.1f}V{high:.1f}" stroke="{colour}" stroke-width="2"/>'
     yield _mark(x, _y(gap.value), one.batch // 1024, colour)
     left = one.batch // 1024 in (8, 32) and one.updates < 10_000
-    name = f"{math.floor(one.parameters / 1e6 + 0.1)}M"  # as the studies call it: 1.94 million are 2M, 16.6 are 16M
-    yield text_at(
-        x + (-9 if left else 9), _y(gap.value) + 4, name, anchor="end" if left else "start", size=11
-    )
+    anchor, name = "end" if left else "start", size_name(one.parameters)
+    yield text_at(x + (-9 if left else 9), _y(gap.value) + 4, name, anchor=anchor, size=11)
 
 
 def line(mode: str) -> Iterator[str]:
-    found, colour = fit(mode, [UPDATES]), COLOURS[mode]
-    bottom = math.exp((found.intercept - math.log(UP[0])) / found.exponents[UPDATES])
-    far = min(bottom, ACROSS[1])
-    ends = [f"{_x(updates):.1f} {_y(found.at(updates, 1.0, 1.0)[0]):.1f}" for updates in (500, far)]
+    found, colour = fitted(mode, [UPDATES]), COLOURS[mode]
+    places = [ACROSS[1] * (500 / ACROSS[1]) ** (step / 60) for step in range(61)]
+    inside = [updates for updates in places if found.value((updates,)) >= UP[0]]
+    ends = [f"{_x(updates):.1f} {_y(found.value((updates,))):.1f}" for updates in (inside[0], inside[-1])]
     yield f'<path d="M{"L".join(ends)}" stroke="{colour}" stroke-opacity="0.5"/>'
-    places = [ACROSS[1] * (500 / ACROSS[1]) ** (step / 20) for step in range(21)]
-    lower = [(updates, found.at(updates, 1.0, 1.0)[1]) for updates in places]
-    upper = [(updates, found.at(updates, 1.0, 1.0)[2]) for updates in reversed(places)]
-    corners = "L".join(f"{_x(a):.1f} {_y(min(max(b, UP[0]), UP[1])):.1f}" for a, b in [*lower, *upper])
+    around = [(updates, found.setting((updates,)).interval or UP) for updates in places]
+    edge = [(updates, low) for updates, (low, _) in around]
+    edge += [(updates, high) for updates, (_, high) in reversed(around)]
+    corners = "L".join(f"{_x(a):.1f} {_y(min(max(b, UP[0]), UP[1])):.1f}" for a, b in edge)
     yield f'<path d="M{corners}z" fill="{colour}" fill-opacity="0.10"/>'
+    tail = [f"{_x(updates):.1f} {_y(last_power(mode, updates)):.1f}" for updates in (9520.0, ACROSS[1])]
+    yield f'<path d="M{"L".join(tail)}" stroke="{colour}" stroke-dasharray="1 4"/>'
 
 
 def published(mode: str) -> Iterator[str]:

@@ -1,12 +1,8 @@
 """Whether updates, batch or size decide what one update of delay costs: length_and_batch.md in docs/results.
 
 The gap of a run is its loss less the synchronous loss of the same seed. All runs are Muon's, on one text: the ladder's
-(20 tokens per parameter), its 4M rung at two more lengths and two more batches. The fit is by least squares through
-all seeds,
-
-    ln gap = ln a - u ln(updates) - b ln(batch) - n ln(parameters),
-
-with t-intervals. Without a correction there is one batch only, and no power of it.
+(20 tokens per parameter), its 4M rung at two more lengths and two more batches. The fits are those of `power_fit`:
+through settings, not seeds. Without a correction there is one batch only, and no power of it.
 
     python tools/updates_fit.py        prints the tables of length_and_batch.md
 """
@@ -15,23 +11,29 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
-from size_fit import NAMES, RESULTS, row_of, shown, table
+from power_fit import Powers, Setting, fit, lack_of_fit, local_power, pooled, with_spread
+from size_fit import NAMES, RESULTS, predicted, row_of, shown, table
 
 from slipstream.study.results import read_export
-from slipstream.study.statistics import interval, t_quantile
+from slipstream.study.statistics import Estimate, interval
 
-PUBLISHED_TOKENS = 7.2e9  # 360M parameters at 20 tokens each
-BATCHES = (2**17, 2**19, 2**21)  # tokens; the published one is not known to us
+PUBLISHED = (
+    ("360M", 360e6, 7.2e9, (2**17, 2**19, 2**21)),
+    ("10B", 10e9, 200e9, (2**22,)),
+)  # tokens of a batch
 UPDATES, BATCH, SIZE = range(3)
 FITS = {
     "delay": ((UPDATES, SIZE), (UPDATES,)),
     "ef": ((UPDATES, BATCH, SIZE), (UPDATES, BATCH), (UPDATES, SIZE), (UPDATES,)),
 }
+M4, M16, M42 = 3_903_200, 16_619_136, 42_082_816
+SMALL = 0.045  # gaps below it have about one spread over seeds
+GRID = (0.004, 0.008, 0.016)
+MOMENTA = {"0.9": "momentum 0.9", "0.95": "batch 32k", "0.975": "momentum 0.975"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class Run:
     batch: int
     parameters: int
     gap: float
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        return self.updates, self.batch, self.parameters
 
 
 def runs() -> list[Run]:
@@ -77,68 +83,45 @@ def setting_a() -> list[Run]:
     return found
 
 
-@dataclass(frozen=True)
-class Powers:
-    """ln gap = intercept - exponents . ln(updates, batch, parameters); those not fitted are 0."""
-
-    intercept: float
-    exponents: tuple[float, float, float]
-    halves: tuple[float, float, float]  # of the 95 % intervals
-    covariance: np.ndarray  # of the intercept and the fitted exponents
-    fitted: tuple[int, ...]
-    points: int
-    scatter: float  # standard deviation of ln gap about the fit
-
-    def at(self, updates: float, batch: float, parameters: float) -> tuple[float, float, float]:
-        """The gap of the fit, and the 95 % interval of the fit there."""
-        logs = [math.log(value) for value in (updates, batch, parameters)]
-        value = self.intercept - sum(power * log for power, log in zip(self.exponents, logs, strict=True))
-        row = np.array([1.0, *(-logs[one] for one in self.fitted)])
-        half = t_quantile(self.points - len(row)) * math.sqrt(row @ self.covariance @ row)
-        return math.exp(value), math.exp(value - half), math.exp(value + half)
+def by_seed(found: Sequence[Run]) -> dict[tuple[str, tuple[int, int, int]], dict[str, float]]:
+    """Gaps by mode and place, then by seed."""
+    groups: dict[tuple[str, tuple[int, int, int]], dict[str, float]] = {}
+    for run in found:
+        groups.setdefault((run.mode, run.place), {})[run.seed] = run.gap
+    return groups
 
 
-def fit(mode: str, fitted: Sequence[int]) -> Powers:
-    points = [run for run in runs() if run.mode == mode]
-    logs = np.log([[run.updates, run.batch, run.parameters] for run in points])
-    design = np.column_stack([np.ones(len(points)), -logs[:, list(fitted)]])
-    gaps = np.log([run.gap for run in points])
-    solution = np.linalg.lstsq(design, gaps, rcond=None)[0]
-    left = len(points) - design.shape[1]
-    variance = float(np.sum((gaps - design @ solution) ** 2)) / left
-    covariance = variance * np.linalg.inv(design.T @ design)
-    errors = t_quantile(left) * np.sqrt(np.diag(covariance))
-    powers, halves = [0.0] * 3, [0.0] * 3
-    for place, which in enumerate(fitted, 1):
-        powers[which], halves[which] = float(solution[place]), float(errors[place])
-    return Powers(
-        float(solution[0]),
-        (*powers,),
-        (*halves,),
-        covariance,
-        tuple(fitted),
-        len(points),
-        math.sqrt(variance),
-    )
+def settings(mode: str, fitted: Sequence[int]) -> list[Setting]:
+    """The points of a fit: every updates, batch and size that was run, by those of them that are fitted."""
+    groups = {place: gaps for (other, place), gaps in by_seed(runs()).items() if other == mode}
+    return [
+        Setting(tuple(place[one] for one in fitted), tuple(gaps.values())) for place, gaps in groups.items()
+    ]
+
+
+def fitted(mode: str, which: Sequence[int]) -> Powers:
+    return fit(settings(mode, which))
 
 
 def gap_rows() -> list[str]:
     """By updates, then batch, then size: runs of about as many updates stand together."""
-    groups: dict[tuple[int, int, int], dict[str, list[float]]] = {}
-    for run in [*runs(), *setting_a()]:
-        groups.setdefault((run.updates, run.batch, run.parameters), {}).setdefault(run.mode, []).append(
-            run.gap
-        )
+    groups = by_seed([*runs(), *setting_a()])
     rows = []
-    for (updates, batch, parameters), modes in sorted(groups.items()):
+    for updates, batch, parameters in sorted({place for _, place in groups}):
         cells = [
             f"{updates:,}",
             f"{batch / 1024:.0f}k",
             f"{parameters / 1e6:.1f}M",
             f"{updates * batch / parameters:.2g}",
         ]
-        rows.append(row_of([*cells, *(gap_shown(modes.get(mode, [])) for mode in ("delay", "ef"))]))
+        found = [groups.get((mode, (updates, batch, parameters)), {}) for mode in ("delay", "ef")]
+        rows.append(row_of([*cells, *(gap_shown(list(gaps.values())) for gaps in found)]))
     return rows
+
+
+def size_name(parameters: int) -> str:
+    """As the studies call it: 1.94 million are 2M, 16.6 are 16M."""
+    return f"{math.floor(parameters / 1e6 + 0.1)}M"
 
 
 def gap_shown(gaps: Sequence[float]) -> str:
@@ -148,65 +131,175 @@ def gap_shown(gaps: Sequence[float]) -> str:
     return shown(interval(gaps), "+.4f") + few
 
 
-def fit_rows() -> list[str]:
-    rows = []
-    for mode, fits in FITS.items():
-        for fitted in fits:
-            found = fit(mode, fitted)
-            cells = [
-                f"{power:.2f} [{power - half:.2f}, {power + half:.2f}]" if which in fitted else "–"
-                for which, (power, half) in enumerate(zip(found.exponents, found.halves, strict=True))
-            ]
-            rows.append(row_of([NAMES[mode], *cells, f"{found.scatter:.2f}", str(found.points)]))
+def pooled_rows() -> list[str]:
+    """Gaps whose own three seeds do not tell them from 0, by the spread of all small gaps of these studies."""
+    groups = by_seed(runs())
+    small = {place: list(gaps.values()) for place, gaps in groups.items() if _mean(gaps) < SMALL}
+    spread, freedom = pooled(list(small.values()))
+    rows = [
+        row_of(["updates, batch, parameters", "mode", "own interval", f"spread {spread:.4f}, df {freedom}"])
+    ]
+    for (mode, (updates, batch, parameters)), gaps in small.items():
+        own = interval(gaps)
+        if own.interval is not None and own.interval[0] <= 0:
+            place = f"{updates:,} of {batch // 1024}k, {size_name(parameters)}"
+            other = with_spread(gaps, spread, freedom)
+            rows.append(row_of([place, NAMES[mode], shown(own, "+.4f"), shown(other, "+.4f")]))
     return rows
 
 
-def local_rows() -> list[str]:
-    """4M in batches of 32k tokens: the power of the updates between two lengths, paired by seed."""
-    rows = []
-    for mode in FITS:
-        four = [
-            run for run in runs() if run.mode == mode and run.batch == 2**15 and 3e6 < run.parameters < 5e6
-        ]
-        gaps = {(run.updates, run.seed): run.gap for run in four}
-        lengths = sorted({updates for updates, _ in gaps})
-        cells = [
-            shown(interval([math.log(gaps[a, s] / gaps[b, s]) / math.log(b / a) for s in "012"]), ".2f")
-            for a, b in pairwise(lengths)
-        ]
-        rows.append(row_of([NAMES[mode], *cells]))
-    return rows
+def _mean(gaps: Mapping[str, float]) -> float:
+    return statistics.fmean(gaps.values())
 
 
-def predicted_rows() -> list[str]:
-    """360M parameters on 7.2B tokens, by the power of updates alone and by those of updates and size."""
+def equal_rows() -> list[str]:
+    """Settings of about as many updates, the second less the first, by seed."""
+    groups = by_seed([*runs(), *setting_a()])
+    pairs = (
+        ("batch", (595, 2**15, M4), (595, 2**17, M4)),
+        ("batch", (9520, 2**13, M4), (9520, 2**15, M4)),
+        ("size", (9520, 2**15, M4), (10132, 2**15, M16)),
+        ("size, rate, batch and text", (595, 2**15, M4), (600, 2**14, M42)),
+        ("size, rate, batch and text", (2380, 2**15, M4), (2400, 2**14, M42)),
+    )
     rows = []
-    for batch in BATCHES:
-        updates = PUBLISHED_TOKENS / batch
-        cells = [f"{batch // 1024}k", f"{updates:,.0f}"]
+    for what, first, second in pairs:
+        cells = [what, *(f"{n:,} of {b // 1024}k, {size_name(p)}" for n, b, p in (first, second))]
         for mode in FITS:
-            for fitted in ((UPDATES,), (UPDATES, SIZE)):
-                value, low, high = fit(mode, fitted).at(updates, batch, 360e6)
-                cells.append(f"{value:+.4f} [{low:.4f}, {high:.4f}]")
+            one, other = groups.get((mode, first)), groups.get((mode, second))
+            differences = [other[seed] - one[seed] for seed in other if seed in one] if one and other else []
+            cells.append(gap_shown(differences))
         rows.append(row_of(cells))
     return rows
 
 
-def momentum_rows() -> list[str]:
+def fit_rows() -> list[str]:
+    rows = []
+    for mode, fits in FITS.items():
+        for which in fits:
+            found, lack = fitted(mode, which), lack_of_fit(settings(mode, which))
+            powers = dict(zip(which, zip(found.exponents, found.halves, strict=True), strict=True))
+            cells = [
+                f"{powers[one][0]:.2f} [{powers[one][0] - powers[one][1]:.2f}, {powers[one][0] + powers[one][1]:.2f}]"
+                if one in powers
+                else "–"
+                for one in (UPDATES, BATCH, SIZE)
+            ]
+            told = f"F({lack.freedom[0]}, {lack.freedom[1]}) = {lack.ratio:.1f}, p {lack.chance:.2g}"
+            number = str(len(settings(mode, which)))
+            rows.append(row_of([NAMES[mode], *cells, f"{found.scatter:.2f}", told, number]))
+    return rows
+
+
+def lengths_of_4m(mode: str) -> dict[int, dict[str, float]]:
+    """Gaps by updates, then seed, in batches of 32k tokens."""
+    groups = by_seed(runs())
+    return {
+        place[0]: groups[mode, place]
+        for other, place in sorted(groups)
+        if other == mode and place[1:] == (2**15, M4)
+    }
+
+
+def local_rows() -> list[str]:
+    """4M: the power of the updates between two lengths, by seed, and by how much the two differ."""
+    rows = []
+    for mode in FITS:
+        gaps = lengths_of_4m(mode)
+        powers = [local_power(gaps[a], gaps[b], b / a) for a, b in pairwise(gaps)]
+        alone = [
+            [local_power({s: gaps[a][s]}, {s: gaps[b][s]}, b / a).value for a, b in pairwise(gaps)]
+            for s in gaps[min(gaps)]
+        ]
+        difference = interval([first - second for first, second in alone])
+        rows.append(row_of([NAMES[mode], *(shown(one, ".2f") for one in (*powers, difference))]))
+    return rows
+
+
+def last_power(mode: str, updates: float) -> float:
+    """The gap if it goes on falling as between the two longest runs of 4M: the other end of what may be."""
+    gaps = lengths_of_4m(mode)
+    before, longest = sorted(gaps)[-2:]
+    power = local_power(gaps[before], gaps[longest], longest / before).value
+    return _mean(gaps[longest]) * (updates / longest) ** -power
+
+
+def predicted_rows() -> list[str]:
+    """What the published settings would pay: by the power of updates, of updates and size, and by the last one."""
+    rows = []
+    for name, size, tokens, batches in PUBLISHED:
+        for batch in batches:
+            updates = tokens / batch
+            cells = [name, f"{batch // 1024}k", f"{updates:,.0f}"]
+            for mode in FITS:
+                alone = fitted(mode, (UPDATES,)).setting((updates,))
+                sized = fitted(mode, (UPDATES, SIZE)).setting((updates, size))
+                cells += [predicted(alone), predicted(sized), f"{last_power(mode, updates):+.4f}"]
+            rows.append(row_of(cells))
+    return rows
+
+
+def momentum_losses(name: str, mode: str) -> dict[str, float]:
     rows = [row for row in table("ladder-batch-runs") if not row["tuning"]]
-    names = {"momentum 0.9": "0.9", "batch 32k": "0.95", "momentum 0.975": "0.975"}
+    return {
+        row["seed"]: float(row["loss"])
+        for row in rows
+        if (row["setting"], row["mode"]) == (MOMENTA[name], mode)
+    }
+
+
+def momentum_gaps(name: str) -> dict[str, float]:
+    reference = momentum_losses(name, "sync")
+    return {seed: loss - reference[seed] for seed, loss in momentum_losses(name, "ef").items()}
+
+
+def momentum_rows() -> list[str]:
+    """With what each pays more than 0.95 does, by seed."""
+    rates = {row["setting"]: float(row["lr"]) for row in table("ladder-batch") if row["mode"] == "ef"}
+    rows = []
+    for name, setting in MOMENTA.items():
+        means = [f"{_mean(momentum_losses(name, mode)):.4f}" for mode in ("sync", "ef")]
+        gap = interval(list(momentum_gaps(name).values()))
+        more = "–" if name == "0.95" else shown(momentum_difference(name, "0.95"), "+.4f")
+        rows.append(row_of([name, f"{rates[setting]:g}", *means, shown(gap, "+.4f"), more]))
+    return rows
+
+
+def momentum_difference(one: str, other: str) -> Estimate:
+    first, second = momentum_gaps(one), momentum_gaps(other)
+    return interval([first[seed] - second[seed] for seed in first])
+
+
+def momentum_grid_rows() -> list[str]:
+    """Seed 0 at a quarter of the length: the gap at the same rate with and without delay."""
+    rows = [row for row in table("ladder-batch-runs") if row["tuning"]]
+    losses = {
+        (row["setting"], row["mode"], float(row["lr"])): float(row["loss"]) for row in rows if row["loss"]
+    }
     found = []
-    for setting, name in names.items():
-        chosen = [row for row in rows if row["setting"] == setting and row["mode"] in ("sync", "ef")]
-        by = {mode: {row["seed"]: row for row in chosen if row["mode"] == mode} for mode in ("sync", "ef")}
-        losses = {mode: [float(row["loss"]) for row in one.values()] for mode, one in by.items()}
-        gaps = [float(row["loss"]) - float(by["sync"][seed]["loss"]) for seed, row in by["ef"].items()]
-        rates = " and ".join(sorted({float(row["lr"]).__format__("g") for row in chosen}))
-        means = [f"{statistics.fmean(losses[mode]):.4f}" for mode in ("sync", "ef")]
-        found.append(row_of([name, rates, *means, shown(interval(gaps), "+.4f")]))
+    for rate in GRID:
+        gaps = [losses[s, "ef", rate] - losses[s, "sync", rate] for s in MOMENTA.values()]
+        found.append(row_of([f"{rate:g}", *(f"{gap:+.3f}" for gap in gaps)]))
     return found
 
 
+KINDS = (
+    gap_rows,
+    equal_rows,
+    pooled_rows,
+    fit_rows,
+    local_rows,
+    predicted_rows,
+    momentum_rows,
+    momentum_grid_rows,
+)
+
+
+def rows() -> list[str]:
+    """Every row of the page."""
+    return [row for kind in KINDS for row in kind()]
+
+
 if __name__ == "__main__":
-    for rows in (gap_rows(), fit_rows(), local_rows(), predicted_rows(), momentum_rows()):
-        print(*rows, "", sep="\n")
+    for kind in KINDS:
+        print(*kind(), "", sep="\n")

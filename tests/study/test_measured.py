@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,7 @@ def test_net_gains_are_speed_over_penalty_for_nine_pipelines(b_study):
         f"P={p} m={p * k}" for p in (8, 16, 32) for k in (1, 2, 3)
     ]
     assert [row[2] for row in gains.rows[2:]] == ["by curve", "by length"] * 6
-    rows = rows_of(gains)
+    rows = rows_of(replace(gains, rows=[row for row in gains.rows if row[2] != "by length"]))
     speed = float(rows["", "speed-up of 2BW over it"]["P=32 m=96"])
     assert speed == pytest.approx(1 + 31 / (6 * 96), abs=2e-3)  # against ZB-V: bubble (P-1)/(6m+P-1)
     value, low, high = (
@@ -86,12 +87,12 @@ def test_net_gains_are_speed_over_penalty_for_nine_pipelines(b_study):
     assert float(low) < float(value) < float(high)
 
 
-def test_by_length_a_gap_is_worth_what_shorter_runs_say(b_study):
+def test_by_length_a_gap_is_worth_at_least_what_shorter_runs_say(b_study):
     (table,) = (table for table in tables(*b_study) if table.title == "Loss")
     rows = rows_of(table)
-    assert rows["muon", "ef"]["token penalty by length"].startswith(f"{math.exp(0.03 / 0.25):.3f} [")
+    assert rows["muon", "ef"]["token penalty by length"] == f"≥ {math.exp(0.03 / 0.25):.3f}"
     assert rows["muon", "sync"]["token penalty by length"] == "–"
-    assert table.note.endswith("each with its own schedule: muon 0.2500, adamw 0.4000.")
+    assert "to the whole one: muon 0.2500, adamw 0.4000." in table.note
 
 
 def test_the_grid_stands_by_itself(b_study):
@@ -112,7 +113,7 @@ def test_the_planner_gets_an_entry_for_each_row_with_its_source(b_study):
     assert entry.source.startswith("study b-muon-adamw: 5 paired seeds, 95 % interval [1.1")
     assert "20.0 tokens per parameter" in entry.source
     assert entry.source.count(", ") >= 4  # the digest of every run
-    assert "(by length 1.127)" in entry.source
+    assert "(by length at least 1.127)" in entry.source
     assert "synchronous start of 10 %" in found["muon", "error_feedback+sync_start"].source
 
 

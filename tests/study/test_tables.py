@@ -17,7 +17,15 @@ from slipstream.study.cells import all_cells, compared, roles_of
 from slipstream.study.page import write_tables
 from slipstream.study.parse import load_study
 from slipstream.study.results import Result, collect, read_export, thinned, write_export
-from slipstream.study.tables import as_csv, gain_table, grid_tables, loss_table, runs_table, tables
+from slipstream.study.tables import (
+    as_csv,
+    compared_cells,
+    gain_table,
+    grid_tables,
+    loss_table,
+    runs_table,
+    tables,
+)
 
 STUDY = """
 [base]
@@ -234,33 +242,27 @@ def test_the_best_of_one_axis_needs_no_list(tmp_path):
 def test_with_lengths_the_penalty_is_read_off_final_losses_as_well(tmp_path):
     losses: dict[str, float | None] = {"100 sync": 4.0, "400 sync": 3.0, "400 delay": 3.5, "100 delay": 4.25}
     study, expansion, results = make(tmp_path, 'product = ["updates", "mode"]', losses, 'length = "updates"')
-    roles = roles_of(study)
-    rows = {
-        (dict(cell.group)["updates"], cell.mode): cell
-        for cell in compared(all_cells(expansion.points, results, roles), roles)
-    }
+    cells, roles = compared_cells(study, expansion, results)
+    rows = {(dict(cell.group)["updates"], cell.mode): cell for cell in cells}
     # Within a run the loss falls by 0.5 per e-fold of tokens, between runs by one per factor of 4.
     assert rows["400", "delay"].penalty.value == pytest.approx(math.exp(0.5 / 0.5))
     assert rows["400", "delay"].by_length.value == pytest.approx(2.0)
-    assert not rows["400", "delay"].by_length.extrapolated
-    assert rows["100", "delay"].by_length.value == pytest.approx(4**0.25)
-    assert rows["100", "delay"].by_length.extrapolated
-    table = loss_table(list(rows.values()), roles)
+    assert rows["400", "delay"].by_length.least
+    assert rows["100", "delay"].by_length is None
+    table = loss_table(cells, roles)
     assert table.header[-2:] == ["token penalty by curve", "token penalty by length"]
-    assert table.rows[-1][-2:] == ["2.718", "2.000"]
-    (gains,) = gain_table(list(rows.values()), roles)
-    assert [row[2] for row in gains.rows[2:]] == ["by curve", "by length"] * 2
-    both = [float(row[3]) for row in gains.rows[-2:]]
+    assert table.rows[-1][-2:] == ["2.718", "≥ 2.000"]
+    (gains,) = gain_table(cells, roles)
+    assert [row[2] for row in gains.rows[2:]] == ["by curve", "by curve", "by length"]
+    both = [float(row[3].removeprefix("≤ ")) for row in gains.rows[-2:]]
     assert both[1] / both[0] == pytest.approx(math.e / 2, abs=3e-3)
-    (last,) = list(csv.DictReader(io.StringIO(as_csv(list(rows.values()), roles))))[-1:]
+    (last,) = list(csv.DictReader(io.StringIO(as_csv(cells, roles))))[-1:]
     assert (last["penalty"], last["penalty_by_length"]) == ("2.71828", "2")
 
     # A length that was run on another text is no point of the curve.
     (short,) = (p for p in expansion.points if p.labels == {"updates": "100", "mode": "sync"})
     results[short.digest] = replace(results[short.digest], data="another text")
-    assert all(
-        cell.by_length is None for cell in compared(all_cells(expansion.points, results, roles), roles)
-    )
+    assert all(cell.by_length is None for cell in compared_cells(study, expansion, results)[0])
 
 
 def test_export_reads_back_as_it_was(tmp_path, paired):
@@ -337,6 +339,32 @@ def test_runs_that_do_not_name_their_code_are_counted(tmp_path, paired):
     named = {digest: replace(result, source="s" * 64) for digest, result in results.items()}
     write_tables(study, expansion, named, tmp_path)
     assert "fingerprint of its code" not in (tmp_path / "s.md").read_text()
+
+
+def test_a_gap_between_runs_of_different_code_says_so(tmp_path, paired):
+    """Also where only one of two names its code; where neither does nothing is known."""
+    study, expansion, results, cells, roles = paired
+    assert not any(cell.other_code for cell in cells.values())
+    made = {
+        ("0", "sync"): "a",
+        ("1", "sync"): "a",
+        ("0", "delay"): "a",
+        ("1", "delay"): "a",
+        ("0", "ef"): "b",
+    }
+    named = {
+        point.digest: replace(results[point.digest], source=made[point.labels["seed"], point.labels["mode"]])
+        for point in expansion.points
+        if (point.labels["seed"], point.labels["mode"]) in made
+    }
+    rows, _ = compared_cells(study, expansion, results | named)
+    assert {cell.mode for cell in rows if cell.other_code} == {"ef", "ef+start"}
+    table = loss_table(rows, roles)
+    assert {row[0] for row in table.rows if row[3].endswith(" †")} == {"ef", "ef+start"}
+    assert "†: the runs of at least one pair are of different code." in table.note
+    assert "†" not in loss_table(list(cells.values()), roles).note
+    told = {row["mode"]: row["other_code"] for row in csv.DictReader(io.StringIO(as_csv(rows, roles)))}
+    assert told == {"sync": "0", "delay": "0", "ef": "1", "ef+start": "1"}
 
 
 def test_a_run_that_broke_on_the_way_is_named(tmp_path, paired):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from slipstream.config.settings import SYNCHRONOUS, updates
+from slipstream.config.settings import updates
 from slipstream.errors import UserError
-from slipstream.study.penalty import Curve, mean_penalty, penalty_of_gap, token_penalty
+from slipstream.study.penalty import Curve, mean_penalty, token_penalty
 from slipstream.study.results import Result
 from slipstream.study.statistics import Estimate, paired_gap, share_recovered, standard_error
 from slipstream.study.sweep import TUNING, Point, Study, names
 
 Labels = tuple[tuple[str, str], ...]
+_PLACES = "lengths"  # of [table]: names no axis
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,17 @@ class AxisRoles:
     reference: str = "sync"  # the mode gaps are taken to
     baseline: str = "delay"  # the mode whose gap is the whole, for the share recovered
     best: tuple[str, ...] = ()  # each cell takes the value with the lowest mean, on the seeds all have
-    # An axis of run lengths: the penalty is then read off final losses by length too.
-    length: str | None = None
+    length: str | None = None  # an axis of run lengths: groups that differ in it alone differ in length alone
+    lengths: tuple[str, ...] = ()  # exports of other studies, whose synchronous runs have other lengths
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a penalty by length was read."""
+
+    power: float | None = None  # of the curve through three lengths, mean over seeds
+    slope: float | None = None  # of two lengths: loss per e-fold of tokens, for a lower bound
+    curve: bool = False  # whether the reading by curve is a lower bound as well
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,8 @@ class Cell:
     recovered: Estimate | None = None
     penalty: Estimate | None = None  # by curve: read off that of the paired synchronous run
     by_length: Estimate | None = None  # read off the final losses of synchronous runs of several lengths
-    slope: float | None = None  # loss per e-fold of tokens, where `by_length` is exp(gap / slope)
+    read: Reading | None = None  # how `by_length` was
+    other_code: bool = False  # whether the code of a run is not that of the one it is paired with
 
     @property
     def losses(self) -> dict[str, float]:
@@ -60,7 +70,7 @@ class Cell:
     @property
     def synchronous(self) -> bool:
         """Whether none of its gradients is late: the reference, or a change of the optimizer without delay."""
-        return bool(self.results) and not any(_delayed(result) for result in self.results.values())
+        return bool(self.results) and all(result.synchronous for result in self.results.values())
 
     @property
     def old(self) -> float:
@@ -82,8 +92,9 @@ def roles_of(study: Study) -> AxisRoles:
     values: dict[str, Any] = dict(study.table)
     best = values.get("best", [])
     values["best"] = tuple(best) if isinstance(best, list) else (best,)
+    values[_PLACES] = tuple(values.get(_PLACES, ()))
     roles, labels = AxisRoles(**values), study.labels()
-    for key in (key for key in known if key in study.table):
+    for key in (key for key in known if key in study.table and key != _PLACES):
         modes = key in ("reference", "baseline")
         allowed = labels.get(roles.mode, []) if modes else list(labels)
         wanted = values[key] if key == "best" else (values[key],)
@@ -126,47 +137,11 @@ def compared(cells: Sequence[Cell], roles: AxisRoles) -> list[Cell]:
     by_place: dict[tuple[Labels, str], list[Cell]] = {}
     for cell in cells:
         by_place.setdefault((cell.group, cell.mode), []).append(cell)
-    chosen = {place: _best(found) for place, found in by_place.items()}
+    chosen = {place: best_of(found) for place, found in by_place.items()}
     return [_compare(cell, chosen, roles) for cell in chosen.values()]
 
 
-def with_slopes(cells: Sequence[Cell], cheaper: Sequence[Cell], roles: AxisRoles) -> list[Cell]:
-    """What each gap is worth by length where a grid was tuned on shorter runs, whose losses give a slope."""
-    references = {cell.group: cell for cell in cells if cell.mode == roles.reference}
-    slopes = {group: slope_by_length(cell, cheaper) for group, cell in references.items()}
-    found = []
-    for cell in cells:
-        slope = slopes.get(cell.group)
-        if slope is None or cell.gap is None or cell.by_length is not None:
-            found.append(cell)
-        else:
-            found.append(replace(cell, by_length=penalty_of_gap(cell.gap, slope), slope=slope))
-    return found
-
-
-def slope_by_length(reference: Cell, cheaper: Sequence[Cell]) -> float | None:
-    """How far the final synchronous loss falls per e-fold of tokens, from a grid of shorter runs to whole ones.
-
-    Taken on the seeds both have; None where there is no shorter run of this group, or no fall.
-    """
-    shorter = [
-        cell
-        for cell in cheaper
-        if cell.mode == reference.mode and _without(cell.group, TUNING) == reference.group and cell.results
-    ]
-    falls = []
-    if shorter:
-        best = _best(shorter)
-        for seed in pairs(best, reference):
-            run, whole_run = best.results[seed], reference.results[seed]
-            if run.tokens < whole_run.tokens:
-                fall = best.losses[seed] - reference.losses[seed]
-                falls.append(fall / math.log(whole_run.tokens / run.tokens))
-    slope = statistics.fmean(falls) if falls else 0.0
-    return slope if slope > 0 else None
-
-
-def _best(cells: Sequence[Cell]) -> Cell:
+def best_of(cells: Sequence[Cell]) -> Cell:
     """Lowest mean over the seeds that all values have; then a value with more seeds is no better for it.
 
     A value at which a seed failed is no match for one at which none did: what is left of it are its lucky seeds.
@@ -197,13 +172,12 @@ def _compare(cell: Cell, chosen: Mapping[tuple[Labels, str], Cell], roles: AxisR
         delayed = {seed: baseline.losses[seed] for seed in pairs(baseline, reference)}
         recovered = share_recovered(losses, reference.losses, delayed)
     by_curve = {seed: reference.results[seed].validation for seed in losses}
-    by_length = {seed: _lengths(seed, cell, reference, chosen, roles) for seed in losses}
     return replace(
         cell,
         gap=paired_gap(losses, reference.losses),
         recovered=recovered,
         penalty=_read_off(by_curve, reference.losses, losses),
-        by_length=_read_off(by_length, reference.losses, losses),
+        other_code=any(cell.results[seed].source != reference.results[seed].source for seed in losses),
     )
 
 
@@ -215,27 +189,5 @@ def _read_off(
     return mean_penalty([one for one in found if one is not None])
 
 
-def _lengths(
-    seed: str, cell: Cell, reference: Cell, chosen: Mapping[tuple[Labels, str], Cell], roles: AxisRoles
-) -> Curve:
-    """Final synchronous loss against tokens of the run, where the study has an axis of lengths."""
-    if roles.length is None:
-        return []
-    others = [
-        sync
-        for (group, mode), sync in chosen.items()
-        if mode == roles.reference and _without(group, roles.length) == _without(cell.group, roles.length)
-    ]
-    return [
-        (sync.results[seed].tokens, sync.losses[seed]) for sync in others if seed in pairs(sync, reference)
-    ]
-
-
-def _delayed(result: Result) -> bool:
-    delay = result.key("pipeline.delay", 1)
-    late = any(delay) if isinstance(delay, list) else bool(delay)
-    return late and result.key("pipeline.schedule") not in SYNCHRONOUS
-
-
-def _without(group: Labels, axis: str) -> Labels:
+def without(group: Labels, axis: str) -> Labels:
     return tuple(pair for pair in group if pair[0] != axis)

@@ -7,17 +7,14 @@ learning rate may have been tuned for itself). Invariant: a number without synch
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Sequence
 
-from slipstream.config import Config
 from slipstream.plan.penalty import SYNC_START, Penalty, same_place
 from slipstream.study.cells import AxisRoles, Cell
 from slipstream.study.results import Result
-from slipstream.study.sweep import settings as settings_of
+from slipstream.study.statistics import Estimate
 
-_MAY_DIFFER = {
+_MAY_DIFFER = (
     "pipeline.delay",
     "pipeline.cutover",
     "pipeline.microbatches",
@@ -26,7 +23,8 @@ _MAY_DIFFER = {
     "optim.correction_lambda",
     "optim.sync_start",
     "optim.lr",
-}
+    "train.seed",
+)
 _WRITTEN = ("none", "error_feedback")
 
 
@@ -70,24 +68,12 @@ def _name(result: Result, reference: Result) -> str | None:
         return None
     if isinstance(result.key("pipeline.cutover"), list):
         return None  # stages that switch one by one: the engine's do it together
-    if _kept(result.settings) != _kept(reference.settings):
+    if result.setting(*_MAY_DIFFER) != reference.setting(*_MAY_DIFFER):
         return None
     if not result.key("optim.sync_start"):
         return correction
     planned = correction == "error_feedback" and result.key("optim.sync_start") == SYNC_START
     return f"{correction}+sync_start" if planned else None
-
-
-def _kept(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What two runs must share. A run from before there was a setting has what is now its default."""
-    sections = ("model.", "data.", "pipeline.", "optim.", "train.steps")
-    kept = {key: value for key, value in {**_defaults(), **settings}.items() if key.startswith(sections)}
-    return {key: value for key, value in kept.items() if key not in _MAY_DIFFER}
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    return settings_of(Config())
 
 
 def _source(study: str, cell: Cell, roles: AxisRoles, result: Result) -> str:
@@ -109,9 +95,14 @@ def _source(study: str, cell: Cell, roles: AxisRoles, result: Result) -> str:
     beyond = ", extrapolated" if penalty.extrapolated else ""
     if cell.penalty is not None:
         text += f"; read off the synchronous run's own curve{beyond}"
-        text += "" if cell.by_length is None else f" (by length {cell.by_length.value:.3f})"
+        if (length := cell.by_length) is not None:
+            text += f" (by length {_least(length)}{length.value:.3f})"
     else:
-        text += f"; read off final losses by {roles.length or 'length'}{beyond}"
+        text += f"; {_least(penalty)}read off final losses by {roles.length or 'length'}{beyond}"
     if penalty.value < 1:
         text += f"; measured {penalty.value:.3f}, taken as 1"
     return f"{text}; runs {', '.join(one.digest for one in cell.results.values())}"
+
+
+def _least(penalty: Estimate) -> str:
+    return "at least " if penalty.least else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
         about=str(tree.get("about", "")).strip(),
         base=base,
         runs=_node(tree["runs"], axes),
-        table=_table(tree, "table"),
+        table=_placed(_table(tree, "table"), Path(path).parent),
     )
     roles_of(study)  # a mistake there is said before the runs, not after
     return study
@@ -61,9 +62,19 @@ def _table(tree: Tree, key: str, prefix: str = "") -> Tree:
     return found
 
 
-def _words(found: Any, key: str) -> list[str]:
+def _placed(table: Tree, folder: Path) -> Tree:
+    """[table] with the places of its `lengths` seen from where the file lies."""
+    if "lengths" not in table:
+        return table
+    named = [table["lengths"]] if isinstance(table["lengths"], str) else table["lengths"]
+    places = _words(named, "lengths", "../docs/results/a-length.jsonl.gz")
+    return {**table, "lengths": [str(folder / place) for place in places]}
+
+
+def _words(found: Any, key: str, *like: str) -> list[str]:
     if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
-        raise UserError(f'{key} = {found!r}: it is a list of names, for example {key} = ["seed", "mode"].')
+        example = json.dumps(like or ("seed", "mode"))
+        raise UserError(f"{key} = {found!r}: it is a list of names, for example {key} = {example}.")
     return found
 
 

@@ -14,11 +14,14 @@ import statistics
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import from_tree
+from slipstream.config import Config, from_tree
 from slipstream.config.load import keys
+from slipstream.config.settings import SYNCHRONOUS, Reach
+from slipstream.config.write import describe, flat
 from slipstream.errors import UserError
 from slipstream.formats import parse_json, parse_toml
 from slipstream.metrics.events import Run, number, read_run, values
@@ -62,6 +65,18 @@ class Result:
         return self.settings.get(name, default)
 
     @property
+    def synchronous(self) -> bool:
+        """Whether none of its gradients is late."""
+        delay = self.key("pipeline.delay", 1)
+        late = any(delay) if isinstance(delay, list) else bool(delay)
+        return not late or self.key("pipeline.schedule") in SYNCHRONOUS
+
+    def setting(self, *but: str) -> dict[str, Any]:
+        """What decides its numbers, `but` for some keys. A key that the run did not know has its default."""
+        kept = {name: value for name, value in _deciding().items() if name not in but}
+        return {name: self.settings.get(name, default) for name, default in kept.items()}
+
+    @property
     def old(self) -> float:
         """The share of an update's microbatches that read old weights, over all stages: 1 without a cutover."""
         cutover = self.key("pipeline.cutover")
@@ -69,6 +84,12 @@ class Result:
             return 1.0
         by_stage = cutover if isinstance(cutover, list) else [cutover]
         return sum(by_stage) / len(by_stage) / self.key("pipeline.microbatches")
+
+
+@cache
+def _deciding() -> dict[str, Any]:
+    defaults = flat(Config())
+    return {key.name: defaults[key.name] for key in describe() if key.reach is Reach.TRAJECTORY}
 
 
 def collect(*places: Path) -> dict[str, Result]:

@@ -28,6 +28,7 @@ class Estimate:
     interval: tuple[float, float] | None
     n: int
     extrapolated: bool = False  # read off beyond the end of a curve
+    least: bool = False  # a lower bound of what is asked for
 
     def mapped(self, function: Callable[[float], float]) -> Estimate:
         """A monotonic function of it, in place of the value and of both ends of the interval."""

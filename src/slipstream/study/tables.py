@@ -1,8 +1,8 @@
 """Cells -> tables, and tables as Markdown and CSV. The page (`page.py`) shows the same ones.
 
 Invariant: a number appears with how many seeds it rests on, and with an interval only where there are three or
-more. A token penalty appears by curve and by length, wherever there are runs for both. A figure from the simulator
-says so in its title.
+more. A token penalty appears by curve and by length, wherever there are runs for both; a lower bound has no interval
+and says ≥. A figure from the simulator says so in its title.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from slipstream.metrics.report_page import Table
-from slipstream.study.cells import AxisRoles, Cell, all_cells, compared, roles_of, with_slopes
+from slipstream.study.cells import AxisRoles, Cell, Labels, all_cells, compared, roles_of
+from slipstream.study.lengths import with_lengths
 from slipstream.study.penalty import Speedup, net_gain, speedup
 from slipstream.study.results import Result
 from slipstream.study.statistics import Estimate
@@ -32,7 +34,7 @@ def compared_cells(study: Study, expansion: Expansion, results: Mapping[str, Res
     roles = roles_of(study)
     cells = all_cells(expansion.points, results, roles)
     cheaper = [cell for cell in cells if cell.tuning]
-    return with_slopes(compared([cell for cell in cells if not cell.tuning], roles), cheaper, roles), roles
+    return with_lengths(compared([cell for cell in cells if not cell.tuning], roles), cheaper, roles), roles
 
 
 def tables(study: Study, expansion: Expansion, results: Mapping[str, Result]) -> list[Table]:
@@ -64,7 +66,7 @@ def loss_table(cells: Sequence[Cell], roles: AxisRoles) -> Table:
                 *(chosen.get(axis, NONE) for axis in roles.best),
                 _seeds(cell, roles),
                 loss,
-                _estimate(cell.gap, "+.4f"),
+                _estimate(cell.gap, "+.4f") + (" †" if cell.other_code else ""),
                 _percent(cell.recovered),
                 _estimate(cell.penalty, ".3f"),
                 *([_estimate(cell.by_length, ".3f")] if BY_LENGTH in header else []),
@@ -80,21 +82,51 @@ def loss_table(cells: Sequence[Cell], roles: AxisRoles) -> Table:
         note += _how_by_length(cells, roles)
     if any(one.extrapolated for cell in cells for one in (cell.penalty, cell.by_length) if one):
         note += " *: extrapolated beyond the curve."
+    if any(cell.other_code for cell in cells):
+        note += " †: the runs of at least one pair are of different code."
     return Table(header, body, title="Loss", note=note)
 
 
 def _how_by_length(cells: Sequence[Cell], roles: AxisRoles) -> str:
-    if roles.length:
-        return f" By length: the same, on the curve of final synchronous losses by {roles.length}."
-    slopes = {cell.group: cell.slope for cell in cells if cell.slope is not None}
-    told = ", ".join(
-        f"{' '.join(label for _, label in group)} {slope:.4f}".strip() for group, slope in slopes.items()
-    )
-    return (
-        " By length: exp(gap / slope), its interval the gap's alone; slope is how far the final synchronous loss falls "
-        "per e-fold of tokens between the best run of the shorter grid and the whole run of the same seed, each with "
-        f"its own schedule: {told}."
-    )
+    """What stands in the column, with the figures it was read with."""
+    read = {cell.group: cell.read for cell in cells if cell.read is not None}
+    powers = {group: one.power for group, one in read.items() if one.power is not None}
+    slopes = {group: one.slope for group, one in read.items() if one.slope is not None}
+    uncurved = [group for group, one in read.items() if one.slope is not None and not one.curve]
+    text = " By length: off final losses of synchronous runs of several lengths, each with its own whole schedule."
+    if roles.lengths:
+        text += f" Other lengths than this study's are {', '.join(map(_stem, roles.lengths))}'s."
+    if powers:
+        text += (
+            " Three lengths: read off E + B / tokens^β through the runs of the same seed; mean β over seeds: "
+            f"{_told(powers, '.2f')}."
+        )
+    if slopes:
+        text += (
+            " Two lengths give a lower bound (≥) and no interval: the larger of the reading by curve and of "
+            "exp(gap / slope), the slope being how far the loss falls per e-fold of tokens from the shorter run to the "
+            f"whole one: {_told(slopes, '.4f')}. Where the whole one ends it falls more slowly."
+        )
+    if uncurved:
+        names = f" Of {', '.join(map(_name, uncurved))}" if len(read) > len(uncurved) else " Here"
+        text += f"{names} it is exp(gap / slope): no shorter run was seen to end below the curve of the whole one."
+    return text
+
+
+def _told(figures: Mapping[Labels, float], form: str) -> str:
+    """One figure where all groups share it, so that it does not matter what the groups are called."""
+    told = {group: f"{figure:{form}}" for group, figure in figures.items()}
+    if len(set(told.values())) == 1:
+        return next(iter(told.values()))
+    return ", ".join(f"{_name(group)} {figure}".strip() for group, figure in told.items())
+
+
+def _name(group: Labels) -> str:
+    return " ".join(label for _, label in group)
+
+
+def _stem(place: str) -> str:
+    return Path(place).name.removesuffix(".jsonl.gz")
 
 
 def _seeds(cell: Cell, roles: AxisRoles) -> str:
@@ -130,6 +162,8 @@ def gain_table(cells: Sequence[Cell], roles: AxisRoles) -> list[Table]:
         "activations; it is divided by the token penalty above. Flushed updates of a synchronous start or "
         "finish run at the speed of 1F1B. Above 1, asynchrony pays."
     )
+    if any(cell.by_length is not None and cell.by_length.least for cell in paying):
+        note += " ≤: of the penalty only a lower bound is known."
     if any(cell.old < 1 for cell in paying):
         note += f" {NONE}: with so small a part of the update old, that pipeline would have to wait (it takes P of m)."
     return [Table(header, body, title="Net gain (simulated)", note=note)]
@@ -138,7 +172,8 @@ def gain_table(cells: Sequence[Cell], roles: AxisRoles) -> list[Table]:
 def _gain(cell: Cell, speed: Speedup, penalty: Estimate) -> str:
     if cell.old * speed.microbatches <= speed.stages - 0.5:
         return NONE
-    return _estimate(net_gain(speed, penalty, cell.flushed_share), ".3f")
+    gain = _estimate(net_gain(speed, penalty, cell.flushed_share), ".3f")
+    return f"≤ {gain}" if penalty.least else gain
 
 
 def grid_tables(cells: Sequence[Cell], roles: AxisRoles) -> list[Table]:
@@ -202,7 +237,7 @@ def as_csv(cells: Sequence[Cell], roles: AxisRoles) -> str:
         for part in ("", "_low", "_high")
     ]
     counted = ["seeds", "failed", "mean", "standard_error"]
-    marks = ["extrapolated", "by_length_extrapolated"]
+    marks = ["extrapolated", "by_length_extrapolated", "by_length_least", "other_code"]
     header = [*axes, roles.mode, *roles.best, *counted, *estimates, *marks]
     rows = []
     for cell in cells:
@@ -214,8 +249,9 @@ def as_csv(cells: Sequence[Cell], roles: AxisRoles) -> str:
         start = [*(labels.get(axis, "") for axis in axes), cell.mode]
         start += [*(chosen.get(axis, "") for axis in roles.best), len(cell.results), len(cell.failed)]
         plain = ["" if value is None else f"{value:.6g}" for value in numbers]
-        beyond = [int(bool(one and one.extrapolated)) for one in (cell.penalty, cell.by_length)]
-        rows.append([str(value) for value in (*start, *plain, *beyond)])
+        marked = [int(bool(one and one.extrapolated)) for one in (cell.penalty, cell.by_length)]
+        marked += [int(bool(cell.by_length and cell.by_length.least)), int(cell.other_code)]
+        rows.append([str(value) for value in (*start, *plain, *marked)])
     return table_csv(Table(header, rows))
 
 
@@ -233,7 +269,7 @@ def _estimate(estimate: Estimate | None, form: str) -> str:
     if estimate is None:
         return NONE
     value, *around = (_number(one, form) for one in (estimate.value, *(estimate.interval or ())))
-    text = f"{value} [{', '.join(around)}]" if around else value
+    text = f"≥ {value}" if estimate.least else f"{value} [{', '.join(around)}]" if around else value
     return f"{text} *" if estimate.extrapolated else text
 
 
