@@ -82,6 +82,6 @@ def test_a_closed_pipe_is_no_error():
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "line 0\n"
-    os.close(process.stdout.fileno())
+    process.stdout.close()
     assert process.wait() == 0
     assert process.stderr.read() == "the end\n"

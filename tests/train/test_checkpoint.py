@@ -129,6 +129,24 @@ def test_commit_waits_for_every_piece_and_for_the_log(tmp_path):
     assert [list(tree["master"]) for tree in trees] == [["a"], ["b"]]
 
 
+def test_a_leader_may_commit_the_moment_the_last_piece_is_there(tmp_path, monkeypatch):
+    """The folder has its final name then, and whoever wrote the piece must need nothing more at the old one."""
+    (first, second), events, failures = writers(tmp_path, 2)
+    plain, piece = Path.rename, f"{second.piece}.json"
+
+    def rename(path, target):
+        found = plain(path, target)
+        if Path(target).name == piece:
+            first.finish()
+        return found
+
+    monkeypatch.setattr(Path, "rename", rename)
+    first.submit(4, state(4, ("a",)), {})
+    second.submit(4, state(4, ("b",)), {})
+    second.finish()
+    assert (events, failures) == ([(4, "step-00000004")], [])
+
+
 def test_a_full_queue_lets_the_loop_write_the_events_a_commit_waits_for(tmp_path):
     """With checkpoints faster than events, the loop would wait for the writer and the writer for the loop."""
     logged: set[int] = set()

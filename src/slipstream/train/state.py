@@ -112,8 +112,10 @@ def _copied(leaf: Any) -> Any:
 
 
 def write_piece(folder: Path, name: str, tree: dict[str, Any]) -> dict[str, Digest]:
-    """Write `name.safetensors` and `name.json`, both on disk when this returns. The .json appears last,
-    whole.
+    """Write `name.safetensors` and `name.json`, whose contents are on disk when this returns.
+
+    The .json appears last and whole, and with it a leader may give the folder another name: nothing is done there
+    afterwards. What names are in the folder is for whoever commits it to sync.
     """
     tensors, scalars = flatten(tree)
     weights, text = folder / f"{name}.safetensors", folder / f"{name}.json"
@@ -125,8 +127,9 @@ def write_piece(folder: Path, name: str, tree: dict[str, Any]) -> dict[str, Dige
         about = {"tree": scalars, "files": {weights.name: asdict(stored)}}
         draft.write_text(json.dumps(about), encoding="utf-8")
         sync(draft)
+        files = {weights.name: stored, text.name: digest(draft)}
         draft.rename(text)
-        return {weights.name: stored, text.name: digest(text)}
+        return files
     except (OSError, SafetensorError) as error:
         weights.unlink(missing_ok=True)
         raise CheckpointError(f"'{weights}' could not be written: {error}.") from error

@@ -24,7 +24,7 @@ from slipstream.errors import CheckpointError
 from slipstream.metrics.append import MOMENTARY
 from slipstream.train import checkpoint
 from slipstream.train.remote import Copy, Remote
-from slipstream.train.state import Digest, Snapshot, digest, sync, write_piece
+from slipstream.train.state import Digest, Snapshot, digest, write_piece
 
 POLL_SECONDS = 0.02
 RETRY_SECONDS = 0.5
@@ -132,7 +132,6 @@ class Writer:
         try:
             files = self._patiently(step, lambda: self._write(draft, tree))
             if self.leader is None:
-                sync(draft)
                 self._hand_in(step, draft)
                 return
             files |= self._gather(step, draft, self.leader)
