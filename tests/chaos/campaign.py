@@ -82,7 +82,7 @@ def work(given: argparse.Namespace) -> list[dict[str, Any]]:
     os.environ["OMP_NUM_THREADS"] = "1"
     root, can = Path(tempfile.mkdtemp(prefix="chaos-")), possible()
     warm.use(tempfile.mkdtemp(prefix="w-", dir=root))
-    warm._path()
+    warm.path()
     references, done = References(root), []
     try:
         for case, kind in wanted(given, can):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from chaos.campaign import wanted
+import warm
+from chaos.campaign import wanted, work
 from chaos.cases import NOT_POSSIBLE, draw
 from chaos.faults import KINDS, STEPS
 from chaos.inside import ARMS
@@ -87,6 +88,15 @@ def test_a_campaign_goes_on_where_it_stopped(tmp_path):
 def test_workers_have_every_case_once(tmp_path):
     shares = [wanted(given(None, workers=3, worker=number), {""}) for number in range(3)]
     assert sorted(case.number for share in shares for case, _ in share) == list(range(200))
+
+
+def test_a_worker_begins_and_ends_where_there_is_no_case(monkeypatch, tmp_path):
+    """With the server of this process, which goes on."""
+    used, ended = [], []
+    monkeypatch.setattr(warm, "use", used.append)
+    monkeypatch.setattr(warm, "close", lambda: ended.append(True))
+    assert work(given(tmp_path / "chaos.jsonl", cases=0, seconds=None, keep=False)) == []
+    assert (len(used), ended) == (1, [True])
 
 
 @pytest.mark.slow
