@@ -1,10 +1,8 @@
-"""What delay does, measured in the emulator on two small problems; the figures of docs/convergence.md.
+"""What delay does on two small problems; the figures of docs/convergence.md.
 
-    python tests/optim/delay_figures.py        writes docs/figures/delay-*.svg, their numbers inside
+    PYTHONPATH=tests python -m optim.delay_figures        writes docs/figures/delay-*.svg, their numbers inside
 
-*Noisy matrix problem.* Minimise f(W) = 1/2 sum_ij l_i r_j (W - W*)_ij^2 over W [24, 16], with l and r spread
-evenly on a log scale over [0.1, 1]; the optimizer sees grad f + noise, Gaussian of deviation 0.3 per entry.
-The quality of a run is the nuclear norm of grad f, which Muon's analysis bounds, averaged over the run.
+*Noisy matrix.* Muon; drawn from `noisy_matrix.csv`, which `noisy_matrix.py` writes.
 
 *Quadratic.* f(w) = w^2 / 2, whose curvature is 1, so that lr is lr times curvature; see `quadratic.py`.
 """
@@ -19,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from optim import quadratic
+from optim import noisy_matrix, quadratic
 from slipstream.optim import build
 from slipstream.pipeline.emulator import Emulator
 
@@ -34,62 +32,34 @@ PARTS = {  # case -> the old part of an update, whether it is corrected
     "delay 1": (1.0, False),
     "delay 1 + error feedback": (1.0, True),
 }
-Curves = dict[str, list[tuple[float, float]]]
+Curves = dict[str, list[tuple[float, ...]]]  # points x, y, and where it was averaged half of an error bar
 
 
-class NoisyMatrix(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.layer = nn.Linear(16, 24, bias=False, dtype=torch.float64)
-        nn.init.zeros_(self.layer.weight)
-        self.target = torch.randn(24, 16, generator=generator, dtype=torch.float64)
-        rows, columns = (torch.logspace(0, -1, n, dtype=torch.float64) for n in (24, 16))
-        self.curvature = rows[:, None] * columns
-
-    def forward(self, noise: Tensor) -> Tensor:
-        error = self.layer.weight - self.target
-        return 0.5 * (self.curvature * error * error).sum() + (noise[0] * self.layer.weight).sum()
-
-    def gradient_norm(self) -> float:
-        gradient = self.curvature * (self.layer.weight.detach() - self.target)
-        return float(torch.linalg.matrix_norm(gradient, "nuc"))
+def added_by_length() -> Curves:
+    """What delay adds to the mean gradient norm of a run of T updates, exact Muon; the bound's term for it."""
+    table, curves = noisy_matrix.read(), {}
+    for name, old in (("all old", 1.0), ("half old", 0.5)):
+        rows = [
+            table["exact", length, noisy_matrix.of_length(length, old)] for length in noisy_matrix.LENGTHS
+        ]
+        curves[name] = [(row.updates, row.added, 2 * row.added_error) for row in rows]
+    cases = [(length, noisy_matrix.of_length(length, 1.0)) for length in noisy_matrix.LENGTHS]
+    return {
+        "the bound's term, all old": [(t, noisy_matrix.bound(t, case).delay) for t, case in cases],
+        **curves,
+    }
 
 
-def muon_run(case: str, updates: int, lr: float, momentum: float) -> list[float]:
-    """The nuclear norm of the true gradient at the master before each update."""
-    correction, delay = CASES[case]
-    options = {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "scale": "original"}
-    emulator = Emulator(
-        NoisyMatrix(), 1, lambda f, _: f, lambda m: build("muon", m, **options), correction, delay=delay
-    )
-    generator = torch.Generator().manual_seed(1)
-    norms = []
-    for _ in range(updates):
-        norms.append(emulator.master.gradient_norm())
-        noise = 0.3 * torch.randn(1, 24, 16, generator=generator, dtype=torch.float64)
-        emulator.step(noise, torch.zeros(1))
-    return norms
-
-
-def rate_of_convergence(lengths: Sequence[int] = (64, 256, 1024)) -> Curves:
-    """Mean gradient norm of runs of T updates with lr = 2 T^(-3/4) and 1 - momentum = T^(-1/2)."""
-    curves: Curves = {case: [] for case in CASES}
-    for case in CASES:
-        for length in lengths:
-            norms = muon_run(case, length, 2 * length**-0.75, 1 - length**-0.5)
-            curves[case].append((length, sum(norms) / length))
-    return curves
-
-
-def level_at_rate(rates: Sequence[float] = (0.05, 0.1, 0.2, 0.4), updates: int = 200) -> Curves:
-    """The level a run at a constant rate settles at: mean gradient norm over its second half."""
-    curves: Curves = {case: [] for case in CASES}
-    for case in CASES:
-        for lr in rates:
-            tail = muon_run(case, updates, lr, 0.95)[updates // 2 :]
-            curves[case].append((lr, sum(tail) / len(tail)))
-    return curves
+def share_by_rate() -> Curves:
+    """What delay adds to the norm exact Muon settles at, in %, by lr sqrt((1 + mu) / (1 - mu))."""
+    shares = noisy_matrix.shares()
+    return {
+        f"momentum {mu:g}": [
+            (lr * math.sqrt((1 + mu) / (1 - mu)), *(100 * v for v in shares[lr, mu])) for lr in rates
+        ]
+        for mu in noisy_matrix.MOMENTA
+        if (rates := sorted(lr for lr, other in shares if other == mu))
+    }
 
 
 class Quadratic(nn.Module):
@@ -145,8 +115,14 @@ def figures() -> dict[str, tuple[str, Curves]]:
     """Name -> title and curves, everything docs/convergence.md shows."""
     rates = [0.05 * k for k in range(1, 61)]
     return {
-        "delay-muon-rate": ("mean gradient norm of a run of T updates, Muon", rate_of_convergence()),
-        "delay-muon-level": ("gradient norm that Muon settles at, by learning rate", level_at_rate()),
+        "delay-muon-length": (
+            "Muon: what delay adds to the mean gradient norm of a run, by updates T",
+            added_by_length(),
+        ),
+        "delay-muon-share": (
+            "Muon, all old: what delay adds, in %, by η √((1 + μ) / (1 - μ))",
+            share_by_rate(),
+        ),
         "delay-sgd": ("SGD, no momentum: factor per update, by lr x curvature", growth_curves(0.0, rates)),
         "delay-sgd-momentum": (
             "SGD, momentum 0.9: factor per update, by lr x curvature",
@@ -165,14 +141,17 @@ def figures() -> dict[str, tuple[str, Curves]]:
 
 COLOURS = {"synchronous": "#1b7837", "delay 1": "#c51b7d", "delay 1 + error feedback": "#2166ac"}
 COLOURS |= {"no correction": "#c51b7d", "error feedback": "#2166ac"}
+COLOURS |= {"the bound's term, all old": "#777777", "all old": "#c51b7d", "half old": "#b35806"}
+SHADES = ("#b35806", "#c51b7d", "#762a83", "#2166ac", "#1b7837")
+COLOURS |= {f"momentum {mu:g}": shade for mu, shade in zip(noisy_matrix.MOMENTA, SHADES, strict=True)}
 LEFT, TOP, WIDTH, HEIGHT = 60, 34, 420, 230
 
 
-def svg(title: str, curves: Mapping[str, Sequence[tuple[float, float]]], logarithmic: bool) -> str:
+def svg(title: str, curves: Mapping[str, Sequence[tuple[float, ...]]], logarithmic: bool) -> str:
     """A line chart as text, its numbers in <metadata> for the test to compare."""
     scale: Callable[[float], float] = math.log10 if logarithmic else float
-    xs = sorted({x for points in curves.values() for x, _ in points})
-    ys = [y for points in curves.values() for _, y in points]
+    xs = sorted({point[0] for points in curves.values() for point in points})
+    ys = [point[1] for points in curves.values() for point in points]
     x_low, x_high, y_low, y_high = scale(xs[0]), scale(xs[-1]), scale(min(ys)), scale(max(ys))
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -180,10 +159,10 @@ def svg(title: str, curves: Mapping[str, Sequence[tuple[float, float]]], logarit
         up = (scale(y) - y_low) / (y_high - y_low)
         return LEFT + WIDTH * across, TOP + HEIGHT * (1 - up)
 
-    numbers = {name: [[_round(x), _round(y)] for x, y in points] for name, points in curves.items()}
+    numbers = {name: [[*map(_round, point)] for point in points] for name, points in curves.items()}
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 30}" height="{TOP + HEIGHT + 96}" '
-        'font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 30}" '
+        f'height="{TOP + HEIGHT + 42 + 18 * len(curves)}" font-family="sans-serif" font-size="12">',
         f"<metadata>{json.dumps(numbers)}</metadata>",
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{LEFT}" y="20" font-size="13">{title}</text>',
@@ -199,11 +178,17 @@ def svg(title: str, curves: Mapping[str, Sequence[tuple[float, float]]], logarit
         parts.append(f'<line x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#eee"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
     for number, (name, points) in enumerate(curves.items()):
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
-        dash = ' stroke-dasharray="6 4"' if "feedback" in name else ""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point[:2]) for point in points))
+        dash = ' stroke-dasharray="6 4"' if "feedback" in name or "bound" in name else ""
         line = f'fill="none" stroke="{COLOURS[name]}" stroke-width="2"{dash}'
         y = TOP + HEIGHT + 36 + 18 * number
         parts.append(f'<polyline points="{path}" {line}/>')
+        for x, middle, half in (point for point in points if len(point) == 3):
+            (across, low), (_, high) = place(x, middle - half), place(x, middle + half)
+            parts.append(f'<line x1="{across:.1f}" x2="{across:.1f}" y1="{low:.1f}" y2="{high:.1f}" {line}/>')
+            parts.append(
+                f'<circle cx="{across:.1f}" cy="{place(x, middle)[1]:.1f}" r="3" fill="{COLOURS[name]}"/>'
+            )
         parts.append(f'<line x1="{LEFT}" x2="{LEFT + 30}" y1="{y}" y2="{y}" {line}/>')
         parts.append(f'<text x="{LEFT + 38}" y="{y + 4}">{name}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
@@ -216,15 +201,12 @@ def _round(value: float) -> float:
 def read_numbers(path: Path) -> Curves:
     text = path.read_text()
     data = json.loads(text[text.index("<metadata>") + 10 : text.index("</metadata>")])
-    return {name: [(x, y) for x, y in points] for name, points in data.items()}
+    return {name: [tuple(point) for point in points] for name, points in data.items()}
 
 
 if __name__ == "__main__":
     FIGURES.mkdir(parents=True, exist_ok=True)
     for figure, (heading, data) in figures().items():
         (FIGURES / f"{figure}.svg").write_text(svg(heading, data, figure.startswith("delay-muon")))
-        print(
-            figure, json.dumps({case: [(_round(x), _round(y)) for x, y in data[case]][:6] for case in data})
-        )
     for mu in (0.0, 0.5, 0.9, 0.95):
         print(f"stable lr x curvature, momentum {mu}:", [_round(sgd_threshold(case, mu)) for case in CASES])

@@ -11,8 +11,12 @@ follows from its coefficients a: what is stable, and the variance at which noise
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
+
+Numbers = TypeVar("Numbers", float, Tensor)
 
 
 def coefficients(x: float, momentum: float, old: float, feedback: bool = False) -> list[float]:
@@ -49,22 +53,37 @@ def closed_limit(momentum: float, old: float) -> float:
     return min(bounds)
 
 
-def level(x: float, momentum: float, old: float, feedback: bool = False) -> float:
-    """Variance of z under noise of variance 1, times 2 h / lr: in lr h -> 0 it is 1 for synchronous training.
-
-    The covariance S of (z_g, z_{g-1}, z_{g-2}) solves S = A S A' + q e1 e1', a linear system.
-    """
+def covariance(x: float, momentum: float, old: float, feedback: bool = False) -> Tensor:
+    """S, that of (z_g, z_{g-1}, z_{g-2}) under noise of variance 1, curvature 1: it solves S = A S A' + q e1 e1'."""
     matrix = companion(x, momentum, old, feedback)
     noise = torch.zeros(9, dtype=torch.float64)
-    noise[0] = (x * (1 - momentum)) ** 2  # lr^2 (1 - mu)^2 h^2, for a variance in units of 1 / h^2
+    noise[0] = (x * (1 - momentum)) ** 2
     identity = torch.eye(9, dtype=torch.float64)
-    return float(torch.linalg.solve(identity - torch.kron(matrix, matrix), noise)[0]) * 2 / x
+    return torch.linalg.solve(identity - torch.kron(matrix, matrix), noise).view(3, 3)
+
+
+def level(x: float, momentum: float, old: float, feedback: bool = False) -> float:
+    """Variance of z under noise of variance 1, times 2 h / lr: in lr h -> 0 it is 1 for synchronous training."""
+    return float(covariance(x, momentum, old, feedback)[0, 0]) * 2 / x
+
+
+def closed_level(x: Numbers, momentum: float, old: float) -> Numbers:
+    """`level` without a correction."""
+    y, both = x * (1 - momentum), 2 * (1 + momentum)
+    return (both + 2 * y * old) / ((1 - x * old) * (both - y * (1 - 2 * old)))
 
 
 def closed_excess(x: float, momentum: float, old: float) -> float:
     """`level` over that of synchronous training, without a correction: 1 + x f + O(x^2), whatever the momentum."""
-    y, both = x * (1 - momentum), 2 * (1 + momentum)
-    return (1 + momentum + y * old) / (1 + momentum) / (1 - x * old) * (both - y) / (both - y * (1 - 2 * old))
+    return closed_level(x, momentum, old) / closed_level(x, momentum, 0.0)
+
+
+def closed_average(x: Numbers, momentum: float, old: float) -> Numbers:
+    """Variance of m without a correction, over that of averaged noise, (1 - mu) / (1 + mu).
+
+    m_g is (z_g - z_{g+1}) / lr, so its variance is that of a step.
+    """
+    return closed_level(x, momentum, old) * (1 + momentum) / (1 + momentum + x * (1 - momentum) * old)
 
 
 def simulated_level(x: float, momentum: float, old: float, feedback: bool = False) -> float:

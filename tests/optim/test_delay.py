@@ -1,4 +1,4 @@
-"""Theory made visible: what delay and error feedback do to Muon and SGD, as docs/convergence.md shows it."""
+"""Theory made visible: what delay and error feedback do to SGD, and the figures of docs/convergence.md."""
 
 from __future__ import annotations
 
@@ -15,26 +15,6 @@ SYNCHRONOUS, DELAY, FEEDBACK = CASES
 @pytest.fixture(scope="module")
 def drawn():
     return {name: curves for name, (_, curves) in figures().items()}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_delayed_muon_converges_at_the_synchronous_rate(drawn, case):
-    """The mean gradient norm falls like T^(-1/4), as without delay, and by at most 2 % more."""
-    curves = drawn["delay-muon-rate"]
-    (short, first), *_, (long, last) = curves[case]
-    assert math.log(last / first) / math.log(long / short) == pytest.approx(-0.25, abs=0.03)
-    for (_, delayed), (_, synchronous) in zip(curves[case], curves[SYNCHRONOUS], strict=True):
-        assert delayed < 1.02 * synchronous
-
-
-def test_at_large_rates_delay_costs_and_feedback_recovers(drawn):
-    curves = {case: dict(points) for case, points in drawn["delay-muon-level"].items()}
-    gaps = {lr: curves[DELAY][lr] / curves[SYNCHRONOUS][lr] - 1 for lr in curves[DELAY]}
-    assert gaps[0.05] < gaps[0.1] < gaps[0.2]
-    assert gaps[0.2] > 0.05
-    for lr in (0.1, 0.2):
-        lost = curves[DELAY][lr] - curves[SYNCHRONOUS][lr]
-        assert curves[FEEDBACK][lr] - curves[SYNCHRONOUS][lr] < 0.2 * lost
 
 
 @pytest.mark.parametrize(
@@ -61,8 +41,8 @@ def test_the_figures_are_those_of_the_docs(drawn):
         assert f"figures/{name}.svg" in page
         shown = read_numbers(FIGURES / f"{name}.svg")
         for case, points in curves.items():
-            for (x, y), (shown_x, shown_y) in zip(points, shown[case], strict=True):
-                assert (x, y) == pytest.approx((shown_x, shown_y), rel=0.02, abs=1e-9), (name, case)
+            for point, shown_point in zip(points, shown[case], strict=True):
+                assert point == pytest.approx(shown_point, rel=1e-3, abs=1e-9), (name, case)
 
 
 def test_the_docs_list_every_optimizer_with_its_defaults():

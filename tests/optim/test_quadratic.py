@@ -87,6 +87,10 @@ def test_the_noise_that_is_left_grows_in_proportion_to_the_old_part(momentum, ol
     for x in (1e-3, 0.2, 0.6):
         ratio = quadratic.level(x, momentum, old) / quadratic.level(x, momentum, 0.0)
         assert ratio == pytest.approx(quadratic.closed_excess(x, momentum, old), rel=1e-8)
+        s = quadratic.covariance(x, momentum, old)
+        assert quadratic.closed_level(x, momentum, old) == pytest.approx(float(s[0, 0]) * 2 / x, rel=1e-6)
+        step = 2 * float(s[0, 0] - s[0, 1]) / x**2 * (1 + momentum) / (1 - momentum)
+        assert quadratic.closed_average(x, momentum, old) == pytest.approx(step, rel=1e-4)
     small = 1e-3
     assert quadratic.closed_excess(small, momentum, old) - 1 == pytest.approx(
         small * old, rel=2e-3, abs=1e-12
