@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.models import loss
+from slipstream.models import llama, loss
 from slipstream.models.loss import TokenLoss
 from slipstream.models.sizes import ModelConfig
 from slipstream.models.stages import build_model
@@ -49,6 +49,19 @@ def test_replicas_and_layers_share_their_compilations(graphs, how, count):
         for (name, a), b in zip(plain.named_parameters(), replica.parameters(), strict=True):
             assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6), name
     assert len(graphs) == count  # by layer: one for the layers and one for the last norm
+
+
+def test_joined_products_are_compiled_and_eager_ones_are_apart(graphs, monkeypatch):
+    monkeypatch.setattr(llama, "JOINED_QKV", True)
+    plain = build_model(SHAPE, 0)
+    replica = copy.deepcopy(plain)
+    tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(0))
+    TokenLoss()(plain(tokens), tokens).backward()
+    TokenLoss()(build._compiled(replica, "layers", None)(tokens), tokens).backward()
+    for (name, a), b in zip(plain.named_parameters(), replica.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6), name
+    layer = next(graph for graph in graphs if "scaled_dot_product" in graph.code)
+    assert layer.code.count("linear(") == 5  # q, k and v as one, o, and three of the MLP
 
 
 @pytest.mark.parametrize(("how", "count"), [("layers", 3), ("stage", 2)])
