@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from scripts import loaded
 from slipstream.config.resolve import model_config
+from slipstream.models import llama, loss
 from slipstream.models.sizes import PRESETS
 
 RIVAL = "hf_compiled"
@@ -25,31 +28,52 @@ def rows_of(out: Path):
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_a_rehearsal_measures_every_candidate_and_outlives_one_that_fails(study, tmp_path, monkeypatch):
+def test_a_rehearsal_measures_candidates_of_every_kind_and_outlives_one_that_fails(
+    study, tmp_path, monkeypatch, capsys
+):
     pytest.importorskip("transformers")
     monkeypatch.setitem(study.CANDIDATES, "broken", study.Candidate(("train.stepz=3",)))
     monkeypatch.setattr(
         study.optim, "CONTENDERS", {study.optim.OURS: study.optim.CONTENDERS[study.optim.OURS]}
     )
     out = tmp_path / "out.jsonl"
-    names = ["base", "broken", RIVAL, study.STEPS, "chunked_loss_rows_x2"]
+    ours = ["base", "joined+online", "chunked_loss_rows_x2", "autotune", "base_last"]
+    names = ["base", "broken", RIVAL, study.STEPS, *ours[1:]]
     study.run(out, 1e5, study.TINY, names, turns=1)
     rows = {(row["shape"], row["candidate"]): row for row in rows_of(out)}
     assert "train.steps" in rows["dense", "broken"]["error"]
     assert ("moe", RIVAL) not in rows  # it is dense
     assert rows["cpu-default", study.STEPS]["contenders"][study.optim.OURS]["ms"] > 0
-    for name in ("base", "chunked_loss_rows_x2", RIVAL):
+    for name in (*ours, RIVAL):
         row = rows["dense", name]
         assert row["tokens_per_second"] == pytest.approx(64 / row["step_seconds"])
         assert sum(row["shares"].values()) == pytest.approx(1)
         assert row["peak_memory_bytes"] > 0
-        assert 0 < len(row["kernels"]) <= 25
+        assert 25 < len(row["kernels"]) <= 100
         assert all(kernel["ms"] > 0 and len(kernel["name"]) <= 120 for kernel in row["kernels"])
         assert row["kernels"][0]["ms"] == max(kernel["ms"] for kernel in row["kernels"])
         assert {"ms", "at_ms", "after", "before"} == set(row["gaps"]["longest"][0])
         assert sum(group["count"] for group in row["gaps"]["by_length"]) > 0
     assert (rows["dense", "chunked_loss_rows_x2"]["rows"], rows["dense", "base"]["rows"]) == (4, 2)
     assert rows["moe", "base"]["shares"]["MLP or experts"] > 0
+    for shape in study.TINY:  # the same weights and tokens
+        losses = [rows[shape, name]["loss"] for name in ours]
+        assert losses == pytest.approx([losses[0]] * len(ours), rel=1e-5)
+    last = capsys.readouterr().out.splitlines()[-2:]
+    assert [line.split(":")[0] for line in last] == list(study.TINY)
+    assert all("broken failed" in line and "base_last " in line for line in last)
+
+
+def test_an_environment_is_that_of_a_process_of_its_own(study, monkeypatch):
+    row = study.measured(study.TINY["dense"], "workspace")
+    assert row["tokens_per_second"] > 0
+    assert "CUBLASLT_WORKSPACE_SIZE" not in os.environ
+    monkeypatch.setitem(
+        study.CANDIDATES, "workspace", study.Candidate(environment=(("PYTHONHOME", "/none"),))
+    )
+    assert (
+        "RuntimeError" in study.attempt(lambda: study.measured(study.TINY["dense"], "workspace"), 60)["error"]
+    )
 
 
 def test_without_time_nothing_is_begun_and_what_takes_too_long_is_an_error(study, tmp_path):
@@ -57,6 +81,82 @@ def test_without_time_nothing_is_begun_and_what_takes_too_long_is_an_error(study
     study.run(out, 0.0, study.TINY, ["base"])
     assert rows_of(out) == []
     assert "TimeoutError: not done after 0 s" in study.attempt(lambda: time.sleep(60), 0.1)["error"]
+
+
+class Clock:
+    """Measurements that take as long as they are said to."""
+
+    def __init__(self, study, monkeypatch, seconds):
+        self.now, self.seconds, self.begun = 0.0, seconds, []
+        monkeypatch.setattr(study.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(study, "attempt", lambda job, left: job() if left > 0 else {})
+        monkeypatch.setattr(study, "measured", lambda shape, name: self.measure(name))
+
+    def measure(self, name):
+        self.begun.append((name, self.now))
+        self.now += self.seconds[name]
+        return {"tokens_per_second": 1000 / self.seconds[name], "mfu": None}
+
+
+def test_time_is_kept_for_the_last_base_and_nothing_is_begun_that_cannot_end(
+    study, tmp_path, monkeypatch, capsys
+):
+    clock = Clock(study, monkeypatch, {"base": 10, "joined": 20, "pdl": 30, "stage": 8, "base_last": 10})
+    names = ["base", "joined", "pdl", "stage", "base_last"]
+    one = {"dense": study.TINY["dense"]}
+    study.run(tmp_path / "out.jsonl", 75.0, one, names, turns=1)
+    # After 60 s five are left beside the ten of the base.
+    assert clock.begun == [("base", 0), ("joined", 10), ("pdl", 30), ("base_last", 60)]
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == "dense: base +0.00%, base_last +0.00%, joined -50.00%, pdl -66.67%"
+    )
+
+
+def test_a_summary_names_what_failed_and_what_has_no_base(study):
+    assert study.summary({}) == "nothing was measured"
+    assert study.summary({"joined": [3.0], "pdl": [None]}) == "joined 3 tokens/s, pdl failed"
+    found = study.summary({"base": [100.0, 102.0], "joined": [103.0], "base_last": [99.0]})
+    assert found == "joined +3.00%, base +1.00%, base_last -1.00%"
+
+
+def test_candidates_joined_by_plus_are_set_together(study):
+    both = study.candidate_of("stage+joined+workspace+chunked_loss_rows_x2")
+    assert both.overrides == (study.STAGE, study.CHUNKED)
+    assert both.constants == (study.JOINED, study.LARGE)
+    assert both.rows == 2
+    assert dict(both.environment)["CUBLASLT_WORKSPACE_SIZE"] == "131072"
+    assert study.candidate_of("base+cublaslt").blas == "cublaslt"
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("smollm2-360m", "joined+fp8"), ("smollm2-360m", "fp8_rowwise+stage_joined"), ("qwen3-0.6b", "joined")],
+)
+def test_what_cannot_be_joined_is_no_measurement_of_joined_products(study, model, name):
+    shape = replace(study.SHAPES["360m-1024"], model=model)
+    with pytest.raises(ValueError, match="nothing to join"):
+        study.check_joined(shape, study.candidate_of(name))
+    study.check_joined(shape, study.candidate_of("base"))
+    study.check_joined(study.SHAPES["360m-1024"], study.candidate_of("graphs_joined"))
+
+
+def test_what_a_candidate_sets_exists_and_is_set_inside_only(study):
+    from torch._inductor import config
+
+    def found():
+        return [
+            *(llama.JOINED_QKV, loss.ONLINE_LSE, loss._HEAD_VALUES, config.triton.enable_pdl),
+            *(config.max_autotune_gemm, config.coordinate_descent_tuning),
+        ]
+
+    before = found()
+    for candidate in study.CANDIDATES.values():
+        with study.under(candidate, "cpu"):
+            changed = sum(one != other for one, other in zip(found(), before, strict=True))
+            seen = {name for name, _ in (*candidate.constants, *candidate.inductor)}
+            assert changed == len({n for n in seen if "mix_order" not in n and "persistent_tma" not in n})
+        assert found() == before
 
 
 def test_every_candidate_is_a_run_that_can_be_made(study):
@@ -75,7 +175,21 @@ def test_every_candidate_is_a_run_that_can_be_made(study):
 
 def test_updates_are_as_large_as_such_models_are_trained_with(study):
     tokens = {key: shape.tokens_per_step for key, shape in study.SHAPES.items()}
-    assert tokens == {"360m-1024": 2**19, "360m-2048": 2**19, "1.7b": 2**18, "moe": 2**18}
+    assert tokens == {
+        "360m-1024": 2**19,
+        "360m-8-layers": 2**19,
+        "360m-2048": 2**19,
+        "1.7b": 2**18,
+        "moe": 2**18,
+    }
+
+
+def test_a_few_layers_are_compiled_one_by_one_unless_a_candidate_says_otherwise(study):
+    shape = study.SHAPES["360m-8-layers"]
+    for name, how in (("base", "layers"), ("joined", "layers"), ("stage_joined", "stage")):
+        setting = study.setting_of(shape, study.candidate_of(name))
+        config = study.train_contenders.config_of(setting, Path("data"), Path("run"), delayed=True)
+        assert (config.train.compile, model_config(config.model).layers) == (how, 8)
 
 
 def test_a_rehearsal_leaves_out_what_only_a_gpu_can_do(study):

@@ -80,6 +80,7 @@ def of_head(hidden, weight, targets, z_loss):
 @pytest.mark.parametrize("chunk_values", [1 << 28, 3 * 11, 1])
 def test_with_the_heads_product_inside_the_loss_nothing_changes(z_loss, chunk_values, monkeypatch):
     monkeypatch.setattr(loss_module, "_HEAD_VALUES", chunk_values)
+    monkeypatch.setattr(loss_module, "_TILE", 1)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 7, 5, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 5, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -92,6 +93,7 @@ def test_with_the_heads_product_inside_the_loss_nothing_changes(z_loss, chunk_va
 def test_in_bfloat16_chunks_err_by_one_rounding_more_than_whole_logits(monkeypatch):
     """Against float64 on the same numbers, in norm. Two independent roundings make sqrt(2) of one."""
     monkeypatch.setattr(loss_module, "_HEAD_VALUES", 32 * 512)  # eight chunks
+    monkeypatch.setattr(loss_module, "_TILE", 32)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 256, 64, generator=generator).bfloat16().requires_grad_()
     weight = torch.randn(512, 64, generator=generator).div(8).bfloat16().requires_grad_()
@@ -110,6 +112,7 @@ def test_in_bfloat16_chunks_err_by_one_rounding_more_than_whole_logits(monkeypat
 
 def test_logits_never_exist_whole(monkeypatch):
     monkeypatch.setattr(loss_module, "_HEAD_VALUES", 4 * 11)
+    monkeypatch.setattr(loss_module, "_TILE", 2)
     seen, gradient = [], loss_module._gradient
     monkeypatch.setattr(
         loss_module, "_gradient", lambda logits, *rest: seen.append(logits.shape) or gradient(logits, *rest)
@@ -117,3 +120,89 @@ def test_logits_never_exist_whole(monkeypatch):
     hidden, weight = torch.randn(2, 5, 3, requires_grad=True), torch.randn(11, 3, requires_grad=True)
     TokenLoss()((hidden, weight), torch.zeros(2, 5, dtype=torch.long)).backward()
     assert seen == [(4, 11), (4, 11), (2, 11)]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_wide_copies_are_of_some_rows(chunked, monkeypatch):
+    """What the planner counts beside the logits (`LOSS_SCRATCH_MOST`), with either loss."""
+    monkeypatch.setattr(loss_module, "_CHUNK_VALUES", 4 * 11)
+    seen, wide = [], loss_module._wide
+    monkeypatch.setattr(loss_module, "_wide", lambda x: seen.append(x.numel()) or wide(x))
+    hidden, weight = torch.randn(2, 5, 3, requires_grad=True), torch.randn(11, 3, requires_grad=True)
+    output = (hidden, weight) if chunked else hidden @ weight.mT
+    TokenLoss()(output, torch.zeros(2, 5, dtype=torch.long)).backward()
+    assert sorted(seen) == [22, 22, 44, 44, 44, 44]
+
+
+@pytest.mark.parametrize("values", [1, 2**20, 2**28, 2**30])
+@pytest.mark.parametrize("columns", [11, 49_152, 2**29])
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 300, 4_095, 10_922, 32_768, 32_770, 65_536])
+def test_chunks_are_alike_and_none_is_small(rows, columns, values, monkeypatch):
+    monkeypatch.setattr(loss_module, "_HEAD_VALUES", values)
+    sizes, tile = loss_module._chunks(rows, columns), 128
+    assert sum(sizes) == rows
+    assert min(sizes) >= min(tile, rows)
+    assert len(set(sizes[:-1])) <= 1  # two sizes of code, and no more
+    assert all(size % tile == 0 for size in sizes[:-1])
+    most = values // columns
+    assert max(sizes) < max(most, tile) + 2 * tile  # a remainder is one more tile at most
+    assert len(sizes) <= -(-rows // max(1, most))
+
+
+def test_chunks_of_the_shapes_that_are_trained(monkeypatch):
+    """Without a care for the remainder six of 5,461 rows would leave a seventh of 2."""
+    assert loss_module._chunks(32_768, 49_152) == [4_736] * 6 + [4_352]
+    monkeypatch.setattr(loss_module, "_HEAD_VALUES", 2**30)
+    assert loss_module._chunks(32_768, 49_152) == [16_384] * 2
+    assert loss_module._chunks(65_536, 49_152) == [16_384] * 4
+
+
+@pytest.mark.parametrize("rows", [1, 6, 11, 13])
+@pytest.mark.parametrize("tile", [1, 2, 5])
+def test_uneven_chunks_give_the_loss_of_whole_logits(rows, tile, monkeypatch):
+    monkeypatch.setattr(loss_module, "_HEAD_VALUES", 4 * 11)
+    monkeypatch.setattr(loss_module, "_TILE", tile)
+    generator = torch.Generator().manual_seed(rows)
+    hidden = torch.randn(1, rows, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 11, (1, rows), generator=generator)
+    for one, other in zip(*of_head(hidden, weight, targets, 0.01), strict=True):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-15)
+
+
+@pytest.fixture
+def online(monkeypatch):
+    """As compiled code computes it, although nothing is compiled."""
+    monkeypatch.setattr(loss_module, "ONLINE_LSE", True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0, 1e4])
+def test_an_online_log_sum_is_logsumexp(dtype, rtol, scale, online):
+    x = scale * torch.randn(64, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[0], x[1, 3:], x[2] = 5.0, -torch.inf, torch.linspace(-1, 1, 300, dtype=torch.float64) * 1e30
+    x = x.to(dtype)
+    torch.testing.assert_close(loss_module._log_sum(x), x.logsumexp(-1), rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_with_an_online_log_sum_both_losses_are_cross_entropy_with_z(z_loss, online, monkeypatch):
+    monkeypatch.setattr(loss_module, "_HEAD_VALUES", 3 * 11)
+    monkeypatch.setattr(loss_module, "_TILE", 2)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 7, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 11, (2, 7), generator=generator)
+    targets[0, 3] = targets[1, 6] = IGNORE
+    theirs = 0.25 * reference(hidden @ weight.mT, targets, z_loss) * 3
+    expected = (theirs.detach() / 0.25, *torch.autograd.grad(theirs, (hidden, weight)))
+    for found in of_head(hidden, weight, targets, z_loss):
+        for one, other in zip(found, expected, strict=True):
+            assert torch.allclose(one, other, rtol=1e-12, atol=1e-15)
+
+
+def test_an_eager_log_sum_is_torchs_to_the_bit(monkeypatch):
+    x = torch.randn(9, 31, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(loss_module, "ONLINE_LSE", True)
+    assert torch.equal(loss_module._log_sum(x), x.logsumexp(-1))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.models import loss
+from slipstream.models import llama, loss
 from slipstream.models.loss import TokenLoss
 from slipstream.models.sizes import ModelConfig
 from slipstream.models.stages import build_model
@@ -51,9 +51,23 @@ def test_replicas_and_layers_share_their_compilations(graphs, how, count):
     assert len(graphs) == count  # by layer: one for the layers and one for the last norm
 
 
+def test_joined_products_are_compiled_and_eager_ones_are_apart(graphs, monkeypatch):
+    monkeypatch.setattr(llama, "JOINED_QKV", True)
+    plain = build_model(SHAPE, 0)
+    replica = copy.deepcopy(plain)
+    tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(0))
+    TokenLoss()(plain(tokens), tokens).backward()
+    TokenLoss()(build._compiled(replica, "layers", None)(tokens), tokens).backward()
+    for (name, a), b in zip(plain.named_parameters(), replica.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6), name
+    layer = next(graph for graph in graphs if "scaled_dot_product" in graph.code)
+    assert layer.code.count("linear(") == 5  # q, k and v as one, o, and three of the MLP
+
+
 @pytest.mark.parametrize(("how", "count"), [("layers", 3), ("stage", 2)])
 def test_a_chunked_loss_is_one_graph_beside_those_of_the_model(graphs, monkeypatch, how, count):
     monkeypatch.setattr(loss, "_HEAD_VALUES", 5 * 32)  # four chunks
+    monkeypatch.setattr(loss, "_TILE", 1)
     plain = build_model(SHAPE, 0)
     plain.chunked_loss = True
     replica = copy.deepcopy(plain)
@@ -72,3 +86,20 @@ def test_deep_stages_are_compiled_by_layer(graphs, monkeypatch):
     assert isinstance(build._compiled(module, "stage", None), torch.nn.Module)
     module(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
     assert len(graphs) == 2
+
+
+def test_a_chunked_loss_of_another_length_is_one_graph_too(graphs, monkeypatch):
+    """The second length makes torch's compiler take lengths as unknown, and the number of chunks hangs on them."""
+    monkeypatch.setattr(loss, "_HEAD_VALUES", 64 * 32)
+    monkeypatch.setattr(loss, "_TILE", 4)
+    plain, compiled = TokenLoss(), torch.compile(TokenLoss().__call__, fullgraph=True)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(32, 8, generator=generator, requires_grad=True)
+    for rows in (200, 130, 64, 201):
+        hidden = torch.randn(1, rows, 8, generator=generator, requires_grad=True)
+        targets = torch.randint(32, (1, rows), generator=generator)
+        found, expected = (
+            torch.autograd.grad(one((hidden, weight), targets), (hidden, weight)) for one in (compiled, plain)
+        )
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)

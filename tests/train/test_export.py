@@ -9,6 +9,7 @@ import torch
 
 from slipstream.data.tokenizer import Tokenizer
 from slipstream.errors import UserError
+from slipstream.models import llama
 from slipstream.models.config_json import read_config
 from slipstream.models.sizes import ModelConfig
 from slipstream.models.stages import build_model, build_stage
@@ -55,6 +56,24 @@ def test_transformers_loads_the_folder_and_agrees(name, tmp_path):
         ours = model(tokens)
         assert ours.std() > 0.1
         assert torch.allclose(theirs(tokens).logits, ours, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_of_joined_products_are_those_of_transformers(name, tmp_path, monkeypatch):
+    """As compiled code computes them, without compiling."""
+    model, tokens = scrambled(SHAPES[name]), torch.arange(40).view(2, 20)
+    export.export(dict(model.named_parameters()), SHAPES[name], tmp_path / "out", sequence=64)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    joined = []
+    own = llama.Attention._joined
+    monkeypatch.setattr(llama.Attention, "_joined", lambda *args: joined.append(1) or own(*args))
+    monkeypatch.setattr(llama, "JOINED_QKV", True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with torch.no_grad():
+        ours = model(tokens)
+        monkeypatch.undo()
+        assert torch.allclose(theirs(tokens).logits, ours, atol=1e-5, rtol=1e-5)
+    assert len(joined) == (0 if SHAPES[name].qk_norm else SHAPES[name].layers)
 
 
 @pytest.mark.parametrize("name", SHAPES)

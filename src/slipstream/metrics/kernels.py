@@ -39,7 +39,7 @@ def _piece(event: Mapping[str, Any]) -> Piece:
     return Piece(event["ts"], event["ts"] + event["dur"], event["name"])
 
 
-def longest(found: Sequence[Piece], updates: int = 1, most: int = 25) -> list[dict[str, Any]]:
+def longest(found: Sequence[Piece], updates: int = 1, most: int = 100) -> list[dict[str, Any]]:
     """Of an update: the kernels that take most time in all, and how often they run."""
     times: dict[str, list[float]] = {}
     for piece in found:

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from slipstream.models.sizes import ModelConfig
 
+# Compiled code multiplies with q, k and v at once. Off, and no setting: `studies/stage_speed.py` is to measure it.
+JOINED_QKV = False
+
 
 class RMSNorm(nn.Module):
     """y = w * x / sqrt(mean(x^2) + eps), the mean in float32 at least."""
@@ -76,15 +79,37 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         b, t, _ = x.shape
-        q, k, v = (linear(x).view(b, t, -1, self.head_dim) for linear in (self.q, self.k, self.v))
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self._can_join():
+            q, k, v = self._joined(x, cos, sin)
+        else:
+            q, k, v = (linear(x).view(b, t, -1, self.head_dim) for linear in (self.q, self.k, self.v))
+            if self.qk_norm:
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.heads != self.kv_heads
         )
         return self.o(out.transpose(1, 2).reshape(b, t, -1))
+
+    def _can_join(self) -> bool:
+        """Plain products of plain tensors: what another library has put here (fp8, shards) is called as it is."""
+        if not (JOINED_QKV and torch.compiler.is_compiling()) or self.qk_norm:
+            return False
+        linears = (self.q, self.k, self.v)
+        return all(
+            type(x) is nn.Linear and type(x.weight) is nn.Parameter and x.bias is None for x in linears
+        )
+
+    def _joined(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k rotated, and v, of one product and one rotation; so the gradient of x is one product too. Parameters
+        stay apart. The backward keeps all that the product made for the sake of v, and the joined weight."""
+        b, t, _ = x.shape
+        joined = F.linear(x, torch.cat((self.q.weight, self.k.weight, self.v.weight)))
+        turning = self.heads + self.kv_heads
+        qk, v = joined.view(b, t, -1, self.head_dim).split((turning, self.kv_heads), dim=2)
+        q, k = rotate(qk, cos, sin).split((self.heads, self.kv_heads), dim=2)
+        return q, k, v
 
 
 class MLP(nn.Module):

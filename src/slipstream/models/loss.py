@@ -24,6 +24,9 @@ IGNORE = -100  # a target that is not counted
 
 _CHUNK_VALUES = 1 << 25  # logits held in float32 at a time: 128 MiB
 _HEAD_VALUES = 1 << 28  # logits that one product of the head makes: large enough for it to run at full speed
+_TILE = 128  # rows of a product's tiles
+# Compiled code reads logits once for maximum and sum. Off, and no setting: `studies/stage_speed.py` is to measure it.
+ONLINE_LSE = False
 
 
 class _SumCrossEntropy(torch.autograd.Function):
@@ -33,7 +36,7 @@ class _SumCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
         counted = targets != IGNORE
         targets = targets.where(counted, 0)
-        lse = torch.cat([_wide(part).logsumexp(-1) for part in logits.split(_chunk_rows(logits))])
+        lse = _log_sums(logits)
         picked = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1).type_as(lse)
         ctx.save_for_backward(logits, targets, counted, lse)
         ctx.z_loss = z_loss
@@ -45,9 +48,7 @@ class _SumCrossEntropy(torch.autograd.Function):
         logits, targets, counted, lse = ctx.saved_tensors
         scale = grads[0] * counted
         slope = scale * (1.0 + 2.0 * ctx.z_loss * lse)
-        rows = [x.split(_chunk_rows(logits)) for x in (logits, targets, lse, slope, scale)]
-        parts = [_gradient(*row) for row in zip(*rows, strict=True)]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)), None, None
+        return _gradient(logits, targets, lse, slope, scale), None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -63,14 +64,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, z_loss: float
     ) -> Tensor:
         counted = targets != IGNORE
-        rows = max(1, _HEAD_VALUES // weight.shape[0])
+        rows = _chunks(hidden.shape[0], weight.shape[0])
         wide = torch.promote_types(weight.dtype, torch.float32)
         losses, hidden_grads, weight_grad = [], [], None
         for x, target, counts in zip(
             *(part.split(rows) for part in (hidden, targets.where(counted, 0), counted)), strict=True
         ):
             logits = x @ weight.mT
-            lse = _wide(logits).logsumexp(-1)
+            lse = _log_sums(logits)
             picked = logits.gather(-1, target.unsqueeze(-1)).squeeze(-1).type_as(lse)
             losses.append(((lse - picked + z_loss * lse.square()) * counts).sum())
             own = counts * scale
@@ -96,7 +97,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
 
 
+def _chunks(rows: int, columns: int) -> list[int]:
+    """Rows of each chunk: as few chunks as `_HEAD_VALUES` allows, alike, of whole tiles. A remainder below a tile would
+    be a product that costs as much as one: it goes with the last."""
+    count = max(1, -(-rows // max(1, _HEAD_VALUES // columns)))
+    each = max(1, -(-rows // (count * _TILE))) * _TILE
+    whole, rest = rows // each, rows % each  # torch's compiler knows no divmod where lengths vary
+    sizes = [each] * whole
+    if rest >= _TILE or not sizes:
+        return [*sizes, rest]
+    return [*sizes[:-1], each + rest]
+
+
+def _log_sums(logits: Tensor) -> Tensor:
+    """[N, V] -> [N], float32 copies chunk by chunk."""
+    return torch.cat([_log_sum(_wide(part)) for part in logits.split(_chunk_rows(logits))])
+
+
+def _log_sum(x: Tensor) -> Tensor:
+    if not (ONLINE_LSE and torch.compiler.is_compiling()):
+        return x.logsumexp(-1)
+    # logsumexp also looks whether the maximum is infinite, and inductor makes that a loop of its own. A row of nothing
+    # but -inf would be NaN here; the head makes none, and its loss would be NaN as well.
+    most = x.amax(-1, keepdim=True)
+    return (most + (x - most).exp().sum(-1, keepdim=True).log()).squeeze(-1)
+
+
 def _gradient(logits: Tensor, targets: Tensor, lse: Tensor, slope: Tensor, scale: Tensor) -> Tensor:
+    rows = [x.split(_chunk_rows(logits)) for x in (logits, targets, lse, slope, scale)]
+    parts = [_gradient_of_rows(*row) for row in zip(*rows, strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _gradient_of_rows(logits: Tensor, targets: Tensor, lse: Tensor, slope: Tensor, scale: Tensor) -> Tensor:
     targets, lse, slope, scale = (x.unsqueeze(-1) for x in (targets, lse, slope, scale))
     softmax = (_wide(logits) - lse).exp() * slope
     if torch.compiler.is_compiling():  # a comparison fuses with the rest; a scatter would not
