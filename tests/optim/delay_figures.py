@@ -171,7 +171,7 @@ def svg(title: str, curves: Mapping[str, Sequence[tuple[float, ...]]], logarithm
     x_ticks = xs if len(xs) <= 6 else [xs[round(k * (len(xs) - 1) / 6)] for k in range(7)]
     for x in x_ticks:
         middle = f'x="{place(x, max(ys))[0]:.1f}" text-anchor="middle"'
-        parts.append(f'<text {middle} y="{TOP + HEIGHT + 16}">{_round(x):g}</text>')
+        parts.append(f'<text {middle} y="{TOP + HEIGHT + 16}">{x if x >= 1000 else _round(x):g}</text>')
     unscale = (lambda v: 10**v) if logarithmic else float
     for value in (unscale(y_low + k * (y_high - y_low) / 4) for k in range(5)):
         y = place(xs[0], value)[1]
