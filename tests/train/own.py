@@ -48,6 +48,24 @@ def scaled(vocab):
     return nn.Sequential(*layers(vocab)[:-1], Scaled(), layers(vocab)[-1])
 
 
+class Attend(nn.Module):
+    """Attention whose causal mask is a saved buffer that holds -inf, as many write it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.mix = nn.Linear(width, 3 * width)
+        self.register_buffer("mask", torch.triu(torch.full((64, 64), float("-inf")), 1))
+
+    def forward(self, x):
+        query, key, value = self.mix(x).chunk(3, -1)
+        length = x.shape[1]
+        return x + (query @ key.mT + self.mask[:length, :length]).softmax(-1) @ value
+
+
+def masked(vocab):
+    return nn.Sequential(nn.Embedding(vocab, 16), Attend(16), Attend(16), nn.Linear(16, vocab))
+
+
 def whole(vocab):
     class Model(nn.Module):
         def __init__(self):

@@ -16,6 +16,7 @@ from slipstream.errors import CheckpointError, UserError
 from slipstream.train import checkpoint
 from slipstream.train.checkpoint import _sealed
 from slipstream.train.master import load_master
+from slipstream.train.sanity import check_state
 from slipstream.train.session import run_rank
 
 
@@ -86,6 +87,16 @@ def test_weights_that_are_not_finite_are_refused(run, value):
         load_master(run / "run")
     with pytest.raises(CheckpointError, match="not finite"):
         resume(run)
+
+
+def test_a_buffer_may_hold_what_is_not_finite_where_the_models_own_does():
+    mask, table = torch.full((2, 2), float("-inf")).triu(1), torch.ones(2)
+    fresh = {"optimizer": {}, "hyper": {}, "buffers": {"mask": mask, "table": table}}
+    state = {"group": 4, "skipped": 0, "master": {}, "banks": {}, "published": {}, **fresh}
+    check_state(Path("here"), state, fresh, 4)
+    damaged = {"mask": mask, "table": table * float("nan")}
+    with pytest.raises(CheckpointError, match=r"buffers of 'table' is a tensor .* that is not finite"):
+        check_state(Path("here"), {**state, "buffers": damaged}, fresh, 4)
 
 
 @pytest.mark.parametrize("section", ["master", "banks", "optimizer"])

@@ -66,6 +66,15 @@ def test_a_resume_brings_back_saved_buffers(mine, monkeypatch):
     assert_equal_weights(mine.weights("cut"), mine.weights("same"))
 
 
+def test_a_model_with_a_mask_of_infinities_resumes(mine):
+    common = ["model.module=tests.train.own:masked", "optim.schedule=constant", "optim.warmup=1"]
+    mine.train("cut", *common, "pipeline.stages=2", "pipeline.cutover=2", "train.steps=4")
+    emulated = ["pipeline.schedule=emulate", "pipeline.cutover=2", "train.steps=6"]
+    mine.train("cut", *common, *emulated)
+    mine.train("same", *common, *emulated)
+    assert_equal_weights(mine.weights("cut"), mine.weights("same"))
+
+
 def test_flushed_schedules_take_it_too(mine):
     model = "model.module=tests.train.own:layers"
     mine.train("flushed", model, "pipeline.stages=2", "pipeline.schedule=1f1b")
