@@ -194,8 +194,15 @@ def test_damaged_weights_are_found_in_banks_and_halves_too():
     banks = {"next": {"a": bad.bfloat16(), "b": bad}, "current": {"a": good, "b": good}}
     assert damaged({**nothing, "master": master, "banks": banks}) == ["b", "c", "a (next bank)"]
     assert damaged({**nothing, "master": {"none": torch.empty(0)}}) == []
-    buffers = {"table": bad, "count": torch.tensor(3)}
-    assert damaged({**nothing, "master": {"a": good}, "buffers": buffers}) == ["table (a buffer)"]
+    assert damaged({**nothing, "master": {"a": good}, "buffers": {"mask": bad}}) == []
+
+
+def test_a_buffer_is_no_damaged_weight(runs, poisoned):
+    """No forward may change it, so it is as the model was built, and a causal mask holds -inf."""
+    own = ["model.module=tests.train.own:masked", "pipeline.schedule=emulate", "health.max_skipped=2"]
+    own += [f"{key}=" for key in ("model.dim", "model.layers", "model.heads", "model.kv_heads", "model.ffn")]
+    with pytest.raises(StageError, match=FINITE):
+        runs.train("run", *own)
 
 
 def test_the_state_of_the_weights_is_one_sentence():

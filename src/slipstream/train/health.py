@@ -161,10 +161,10 @@ def divergence(
 
 
 def damaged(state: Mapping[str, Any]) -> list[str]:
-    """The weights of this rank that hold numbers that are not finite: the master's, its buffers, and banks' whose
-    master is well."""
+    """The weights of this rank that hold numbers that are not finite: the master's, and banks' whose master is well.
+
+    Not its buffers: no forward may change them, so they are as the model was built, and a mask may hold -inf."""
     found = {name: name for name, weight in state["master"].items() if not _is_finite(weight)}
-    found |= {name: f"{name} (a buffer)" for name, kept in state["buffers"].items() if not _is_finite(kept)}
     for reader, bank in state["banks"].items():
         for name, weight in bank.items():
             if name not in found and not _is_finite(weight):
