@@ -252,6 +252,30 @@ def test_the_reading_by_curve_bounds_only_where_the_shorter_run_ended_below_the_
     assert cell.by_length.value == pytest.approx(max(cell.penalty.value, math.exp(0.066 / slope)))
 
 
+@pytest.mark.parametrize("gap", [0.3, 1.0, 200.0])
+def test_a_loss_above_the_shorter_runs_is_bounded_by_how_many_times_as_long_the_whole_one_is(tmp_path, gap):
+    slope = (law(1e5) - law(4e5)) / math.log(4)
+    study, *_, found = two(tmp_path, fall=2 * slope, gap=gap)
+    cell = found["400", "ef"]
+    within = min(gap * 1.1, law(1e5) - law(4e5))  # one of 0.3, seeds apart, ends between the two lengths
+    assert cell.by_length.value == pytest.approx(math.exp(within / slope))
+    assert cell.read.beyond == (gap > 0.3)
+    true = ((law(4e5) + 1.1 * gap - 3.0) / 0.3) ** (1 / 0.8)  # by the law that all these runs were made with
+    assert cell.by_length.value <= true
+    note = loss_table(list(found.values()), roles_of(study)).note
+    assert ("above the shorter run's end" in note) == (gap > 0.3)
+
+    *_, found = two(tmp_path, fall=slope / 2, gap=gap)
+    note = loss_table(list(found.values()), roles_of(study)).note
+    assert ("it is exp(gap / slope)" in note) != ("above the shorter run's end" in note)
+
+    # Nor is the reading by curve a bound where the shorter runs have not been.
+    *_, found = two(tmp_path, fall=slope * 1.01, gap=gap)
+    cell = found["400", "ef"]
+    assert cell.read.curve
+    assert cell.by_length.value <= true
+
+
 def test_what_loses_nothing_has_no_lower_bound(tmp_path):
     *_, found = two(tmp_path, fall=1.0, gap=-0.01)
     assert found["400", "ef"].by_length is None

@@ -38,6 +38,9 @@ class Reading:
     power: float | None = None  # of the curve through three lengths, mean over seeds
     slope: float | None = None  # of two lengths: loss per e-fold of tokens, for a lower bound
     curve: bool = False  # whether the reading by curve is a lower bound as well
+    beyond: bool = (
+        False  # whether they led beyond the shorter run, so that the ratio of the lengths is the bound
+    )
 
 
 @dataclass(frozen=True)

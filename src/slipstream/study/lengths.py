@@ -4,7 +4,8 @@ Invariant: runs that are held against each other differ in length alone. Within 
 of lengths, a grid that was tuned on shorter runs); of other studies their settings do.
 
 Three lengths give a curve, and a value. Two give a lower bound: the slope of the chord, and the reading by curve where
-the shorter runs ended below the curve of the whole ones, as a run does that has finished its decay.
+the shorter runs ended below the curve of the whole ones, as a run does that has finished its decay. Of a loss
+above the shorter runs' ends neither says more than that the whole ones are so many times as long.
 """
 
 from __future__ import annotations
@@ -125,5 +126,7 @@ def _bounded(cell: Cell, reference: Cell, lengths: Lengths) -> Cell:
     curve = bool(above) and statistics.fmean(above) >= 0
     if curve and cell.penalty is not None:
         bound = max(bound, cell.penalty.value)
-    least = Estimate(bound, None, cell.gap.n, least=True)
-    return replace(cell, by_length=least, read=Reading(slope=slope, curve=curve))
+    # Above the shorter runs' ends the chord, drawn on, lies below the curve, and no run was seen below the whole ones'.
+    beyond = bound > whole / fewer
+    least = Estimate(whole / fewer if beyond else bound, None, cell.gap.n, least=True)
+    return replace(cell, by_length=least, read=Reading(slope=slope, curve=curve, beyond=beyond))

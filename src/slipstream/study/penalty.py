@@ -12,7 +12,8 @@ the penalty is T / τ(L). τ is read off a curve of synchronous loss against tok
 
 The second is what a user pays who trains longer to make up for delay. The first needs one run, but it leans on a
 learning rate that was still high at τ. Of two lengths only the chord is known. Loss falls ever more slowly with
-ln tokens, so between them every curve lies below the chord, and exp(gap / slope) is a lower bound.
+ln tokens, so between them every curve lies below the chord, and exp(gap / slope) is a lower bound. It is none where the
+gap is larger than what the loss falls from the one to the other: there the ratio of the two lengths is.
 
     net gain = speed-up over the fastest synchronous schedule at equal activations, divided by the penalty
 """
@@ -133,7 +134,7 @@ def mean_penalty(penalties: Sequence[Estimate]) -> Estimate | None:
 
 
 def penalty_of_gap(gap: float, slope: float) -> float:
-    """exp(gap / slope): the tokens that make up for a gap where loss falls by `slope` per e-fold of tokens."""
+    """exp(gap / slope): the tokens that make up for a gap as far as loss falls by `slope` per e-fold of tokens."""
     return math.exp(min(FURTHEST, gap / slope))
 
 

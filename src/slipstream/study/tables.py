@@ -92,7 +92,9 @@ def _how_by_length(cells: Sequence[Cell], roles: AxisRoles) -> str:
     read = {cell.group: cell.read for cell in cells if cell.read is not None}
     powers = {group: one.power for group, one in read.items() if one.power is not None}
     slopes = {group: one.slope for group, one in read.items() if one.slope is not None}
-    uncurved = [group for group, one in read.items() if one.slope is not None and not one.curve]
+    uncurved = [
+        group for group, one in read.items() if one.slope is not None and not (one.curve or one.beyond)
+    ]
     text = " By length: off final losses of synchronous runs of several lengths, each with its own whole schedule."
     if roles.lengths:
         text += f" Other lengths than this study's are {', '.join(map(_stem, roles.lengths))}'s."
@@ -107,6 +109,8 @@ def _how_by_length(cells: Sequence[Cell], roles: AxisRoles) -> str:
             "exp(gap / slope), the slope being how far the loss falls per e-fold of tokens from the shorter run to the "
             f"whole one: {_told(slopes, '.4f')}. Where the whole one ends it falls more slowly."
         )
+    if any(cell.read.beyond for cell in cells if cell.read is not None):
+        text += " Of a loss above the shorter run's end the bound is the ratio of the two lengths."
     if uncurved:
         names = f" Of {', '.join(map(_name, uncurved))}" if len(read) > len(uncurved) else " Here"
         text += f"{names} it is exp(gap / slope): no shorter run was seen to end below the curve of the whole one."
