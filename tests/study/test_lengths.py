@@ -44,9 +44,9 @@ def law(tokens: float, power: float = 0.8, floor: float = 3.0, excess: float = 0
     return floor + excess * (tokens / 4e5) ** -power
 
 
-def study_of(tmp_path, runs: str, table: str, name: str = "s"):
+def study_of(tmp_path, runs: str, table: str, name: str = "s", modes: str = ""):
     path = tmp_path / f"{name}.toml"
-    path.write_text(f"{STUDY}\n[runs]\n{runs}\n[table]\n{table}\n")
+    path.write_text(f"{STUDY}{modes}\n[runs]\n{runs}\n[table]\n{table}\n")
     study = load_study(path)
     return study, study.expand({})
 
@@ -202,6 +202,47 @@ def test_a_seed_without_all_three_lengths_leaves_a_bound(tmp_path):
     assert found["400", "ef"].by_length.least
     assert found["400", "ef"].by_length.n == 3
     assert not found["1600", "ef"].by_length.least  # both of its seeds have three
+
+
+@pytest.mark.parametrize("whole", ["ef", "plain"])
+def test_what_explains_a_bound_is_there_where_another_mode_has_a_value(tmp_path, whole):
+    study, expansion = study_of(
+        tmp_path,
+        'product = ["updates", "seed", "mode"]',
+        'baseline = "ef"\nlength = "updates"',
+        modes='plain = { optim.correction = "none" }',
+    )
+
+    def loss(tokens, mode, seed):
+        lacks = (tokens, mode, seed) == (16e5, "sync", 2) or (mode == whole and seed == 2)
+        # Each seed has a law of its own, so that their mean depends on which a mode has.
+        own = law(tokens, power=0.8 + 0.1 * seed)
+        return None if lacks else own + (mode != "sync") * gap_of(tokens)
+
+    found = rows(study, expansion, results_of(expansion, loss))
+    bounded = "plain" if whole == "ef" else "ef"
+    assert not found["400", whole].by_length.least
+    assert found["400", bounded].by_length.least
+    note = loss_table(list(found.values()), roles_of(study)).note
+    assert "Two lengths give a lower bound (≥)" in note
+    assert "mean β over seeds: 0.85." in note
+
+
+def test_modes_whose_figures_differ_are_told_apart(tmp_path):
+    study, expansion = study_of(
+        tmp_path,
+        'product = ["updates", "seed", "mode"]',
+        'baseline = "ef"\nlength = "updates"',
+        modes='plain = { optim.correction = "none" }',
+    )
+
+    def loss(tokens, mode, seed):
+        own = law(tokens, power=0.8 + 0.1 * seed)
+        return None if mode == "plain" and seed == 2 else own + (mode != "sync") * gap_of(tokens)
+
+    found = rows(study, expansion, results_of(expansion, loss))
+    note = loss_table(list(found.values()), roles_of(study)).note
+    assert "mean β over seeds: 400 ef 0.90, 400 plain 0.85, 1600 ef 0.90, 1600 plain 0.85." in note
 
 
 def two(tmp_path, fall: float, gap: float = 0.06):

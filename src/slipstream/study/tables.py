@@ -89,12 +89,10 @@ def loss_table(cells: Sequence[Cell], roles: AxisRoles) -> Table:
 
 def _how_by_length(cells: Sequence[Cell], roles: AxisRoles) -> str:
     """What stands in the column, with the figures it was read with."""
-    read = {cell.group: cell.read for cell in cells if cell.read is not None}
-    powers = {group: one.power for group, one in read.items() if one.power is not None}
-    slopes = {group: one.slope for group, one in read.items() if one.slope is not None}
-    uncurved = [
-        group for group, one in read.items() if one.slope is not None and not (one.curve or one.beyond)
-    ]
+    read = [(cell, cell.read) for cell in cells if cell.read is not None]
+    powers = [(cell, one.power) for cell, one in read if one.power is not None]
+    slopes = [(cell, one.slope) for cell, one in read if one.slope is not None]
+    uncurved = [cell.group for cell, one in read if one.slope is not None and not (one.curve or one.beyond)]
     text = " By length: off final losses of synchronous runs of several lengths, each with its own whole schedule."
     if roles.lengths:
         text += f" Other lengths than this study's are {', '.join(map(_stem, roles.lengths))}'s."
@@ -109,20 +107,29 @@ def _how_by_length(cells: Sequence[Cell], roles: AxisRoles) -> str:
             "exp(gap / slope), the slope being how far the loss falls per e-fold of tokens from the shorter run to the "
             f"whole one: {_told(slopes, '.4f')}. Where the whole one ends it falls more slowly."
         )
-    if any(cell.read.beyond for cell in cells if cell.read is not None):
+    if any(one.beyond for _, one in read):
         text += " Of a loss above the shorter run's end the bound is the ratio of the two lengths."
     if uncurved:
-        names = f" Of {', '.join(map(_name, uncurved))}" if len(read) > len(uncurved) else " Here"
+        groups = dict.fromkeys(uncurved)
+        everywhere = all(cell.group in groups for cell, _ in read)
+        names = " Here" if everywhere else f" Of {', '.join(map(_name, groups))}"
         text += f"{names} it is exp(gap / slope): no shorter run was seen to end below the curve of the whole one."
     return text
 
 
-def _told(figures: Mapping[Labels, float], form: str) -> str:
-    """One figure where all groups share it, so that it does not matter what the groups are called."""
-    told = {group: f"{figure:{form}}" for group, figure in figures.items()}
-    if len(set(told.values())) == 1:
-        return next(iter(told.values()))
-    return ", ".join(f"{_name(group)} {figure}".strip() for group, figure in told.items())
+def _told(figures: Sequence[tuple[Cell, float]], form: str) -> str:
+    """One figure where all groups share it, so that it does not matter what the groups are called; by mode only where
+    those of a group differ."""
+    told: dict[Labels, dict[str, list[str]]] = {}  # group -> figure -> modes
+    for cell, figure in figures:
+        told.setdefault(cell.group, {}).setdefault(f"{figure:{form}}", []).append(cell.mode)
+    if len({text for own in told.values() for text in own}) == 1:
+        return f"{figures[0][1]:{form}}"
+    return ", ".join(
+        " ".join(filter(None, [_name(group), " and ".join(modes) if len(own) > 1 else "", text]))
+        for group, own in told.items()
+        for text, modes in own.items()
+    )
 
 
 def _name(group: Labels) -> str:
