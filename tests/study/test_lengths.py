@@ -396,6 +396,24 @@ def test_settings_that_decide_no_number_may_differ(tmp_path):
     assert cell.by_length is not None
 
 
+def test_the_same_text_may_lie_elsewhere_where_its_fingerprint_is_known(tmp_path):
+    moved = {"data.path": "/elsewhere/the-same-text"}
+    known, unknown = tmp_path / "known", tmp_path / "unknown"
+    for place in (known, unknown):
+        place.mkdir()
+    cell = rows(*elsewhere(known, lambda one: replace(one, settings={**one.settings, **moved})))["", "ef"]
+    assert (cell.by_length.n, cell.by_length.least) == (3, False)
+
+    # Runs of before there were fingerprints are told by the path alone.
+    def nameless(one, change):
+        return replace(one, data="", settings={**one.settings, **change})
+
+    for change, held in (({}, True), (moved, False)):
+        study, expansion, results = elsewhere(unknown, lambda one, change=change: nameless(one, change))
+        results = {name: nameless(one, {}) for name, one in results.items()}
+        assert (rows(study, expansion, results)["", "ef"].by_length is not None) == held
+
+
 def test_another_studys_runs_fill_no_row_of_this_one(tmp_path):
     study, expansion, results = elsewhere(tmp_path)
     without = {name: one for name, one in results.items() if one.settings["pipeline.delay"] == 0}

@@ -25,7 +25,6 @@ from slipstream.study.statistics import Estimate
 from slipstream.study.sweep import TUNING
 
 Lengths = Mapping[float, Mapping[str, Result]]  # tokens -> seed -> synchronous run
-_OF_LENGTH = ("train.steps",)
 
 
 def with_lengths(cells: Sequence[Cell], shorter: Sequence[Cell], roles: AxisRoles) -> list[Cell]:
@@ -70,8 +69,8 @@ def _lengths_of(
         for group, cell in references.items():
             if without(group, roles.length) == place:
                 add(cell.results.items())
-    wanted = {seed: run.setting(*_OF_LENGTH) for seed, run in reference.results.items()}
-    known = [(run.setting(*_OF_LENGTH), run) for run in others]
+    wanted = {seed: _but_length(run) for seed, run in reference.results.items()}
+    known = [(_but_length(run), run) for run in others]
     add((seed, run) for seed, mine in wanted.items() for theirs, run in known if theirs == mine)
     grid = [
         cell
@@ -81,6 +80,11 @@ def _lengths_of(
     if grid:  # last: the best of several is a little too good
         add(best_of(grid).results.items())
     return found
+
+
+def _but_length(run: Result) -> dict[str, Any]:
+    """The settings that runs of several lengths share. Where their text has a fingerprint, it may lie anywhere."""
+    return run.setting("train.steps", *(["data.path"] if run.data else []))
 
 
 def _read(cell: Cell, reference: Cell, lengths: Lengths) -> Cell:
