@@ -15,7 +15,7 @@ from slipstream.models.sizes import preset
 from slipstream.plan import planner
 from slipstream.plan.candidates import Fitter, shapes
 from slipstream.plan.devices import GIB, Cluster, find_device
-from slipstream.plan.explain import break_even_batch, explain, losses, parse_count, to_json, to_toml
+from slipstream.plan.explain import explain, losses, parse_count, paying_batches, to_json, to_toml
 from slipstream.plan.layout import Job, why_not
 from slipstream.plan.penalty import Penalty, load_penalties, penalty_at
 from slipstream.plan.planner import plan
@@ -134,8 +134,8 @@ def test_lost_time_adds_up(result):
 def test_break_even_batch_is_where_both_times_meet():
     found = plan(job(stages=8, batch=2**17))
     asynchronous, synchronous = found.best_asynchronous, found.best_synchronous
-    batch = break_even_batch(asynchronous, synchronous, 2**17, penalty=lambda old: 1.02)
-    assert batch is not None
+    ((least, batch),) = paying_batches(asynchronous, synchronous, 2**17, penalty=lambda old: 1.02)
+    assert least == 0
 
     def seconds(layout, tokens):
         spent = losses(layout)
@@ -154,7 +154,7 @@ def test_the_old_share_of_another_batch_is_what_its_plan_has():
     layout = found.best_asynchronous
     assert (layout.shape.cutover, layout.shape.microbatches) == (8, 8)
     seen = []
-    break_even_batch(layout, found.best_synchronous, 2**14, lambda old: seen.append(old) or 1.0)
+    paying_batches(layout, found.best_synchronous, 2**14, lambda old: seen.append(old) or 1.0)
     assert max(seen) == 1.0
     assert any(old == pytest.approx(9 / 9000, rel=0.2) for old in seen), "9 of them, had there been more"
 
@@ -191,35 +191,53 @@ def test_no_depth_is_lost_before_its_old_part_was_counted(batch, options, monkey
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "penalty", "words"),
+    ("ours", "theirs", "cutover", "penalties", "words"),
     [  # seconds of work, and of the update and waiting, at a batch of 1M tokens
-        ((1.0, 0.0), (1.0, 0.1), 1.05, "stops paying at about 2.1M tokens"),
-        ((1.0, 0.0), (1.0, 0.1), 1.0, "pays at every batch size"),
-        ((1.0, 0.1), (1.05, 0.1), 1.1, "pays at no batch size"),
-        ((1.0, 0.2), (1.25, 0.0), 1.1, "pays only above about 1.54M tokens"),
+        ((1.0, 0.0), (1.0, 0.1), None, {1.0: 1.05}, "stops paying at about 2.1M tokens"),
+        ((1.0, 0.0), (1.0, 0.1), None, {1.0: 1.0}, "pays at every batch size"),
+        ((1.0, 0.1), (1.05, 0.1), None, {1.0: 1.1}, "pays at no batch size"),
+        ((1.0, 0.2), (1.25, 0.0), None, {1.0: 1.1}, "pays only above about 1.54M tokens"),
+        # A small batch is mostly old, in a large one the slower layout counts: it pays between.
+        (
+            (1.02, 0.0),
+            (1.0, 0.1),
+            9,
+            {0.1: 1.001, 1.0: 3.0},
+            "pays only from about 1.12M to about 5.17M tokens a batch",
+        ),
+        (
+            (0.98, 0.0),
+            (1.0, 0.1),
+            9,
+            {0.05: 1.3, 1.0: 1.0},
+            "pays only up to about 520k and above about 38.1M tokens a batch",
+        ),
     ],
 )
-def test_the_break_even_sentence_agrees_with_the_verdict(result, ours, theirs, penalty, words):
+def test_the_break_even_sentence_agrees_with_the_verdict(result, ours, theirs, cutover, penalties, words):
     def layout(shown, schedule, seconds, penalty):
         work, waiting = seconds
-        flat = (work / 16,) * 8
+        flat = (work / 128,) * 8
+        shape = replace(shown.shape, schedule=schedule, stages=8, microbatches=64, checkpointing=False)
         return replace(
             shown,
-            shape=replace(
-                shown.shape, schedule=schedule, stages=8, microbatches=8, checkpointing=False, cutover=None
+            shape=replace(shape, cutover=None if schedule == "1f1b" else cutover, in_flight=None),
+            times=replace(
+                shown.times, forward=flat, backward=flat, update=(0.0,) * 8, reduction=(0.0,) * 8, norm=0.0
             ),
-            times=replace(shown.times, forward=flat, backward=flat, update=(0.0,) * 8),
             speed=Speed(work + waiting, 0.0),
             tokens_per_second=2**20 / (work + waiting),
             penalty=penalty,
         )
 
-    asynchronous = layout(result.best_asynchronous, "pipedream_2bw", ours, penalty)
+    table = tuple(replace(result.penalty, penalty=value, old=old) for old, value in penalties.items())
+    here = penalty_at(table, table[-1], 1.0 if cutover is None else cutover / 64)
+    asynchronous = layout(result.best_asynchronous, "pipedream_2bw", ours, here)
     synchronous = layout(result.best_synchronous, "1f1b", theirs, 1.0)
     made = replace(
         result,
-        job=replace(result.job, penalties=()),
-        penalty=replace(result.penalty, penalty=penalty, old=1.0),
+        job=replace(result.job, penalties=table),
+        penalty=table[-1],
         layouts=tuple(sorted((asynchronous, synchronous), key=lambda one: -one.score)),
     )
     assert words in next(line for line in explain(made) if line.startswith("Break-even"))

@@ -13,10 +13,10 @@ Lost time of a layout, in seconds per update (they add up to the predicted time)
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
-from math import log
+from math import inf
 from typing import Any
 
 from slipstream.errors import UserError
@@ -157,14 +157,22 @@ def _break_even(plan: Plan, asynchronous: Layout, synchronous: Layout) -> str:
             "batch, or a model that needs many stages would change that."
         )
     text = f"Break-even: asynchrony pays as long as delay costs less than {speed_up - 1:.1%} more tokens."
-    batch = break_even_batch(asynchronous, synchronous, plan.job.batch_tokens, _penalty_by_old_part(plan))
-    pays = asynchronous.score > synchronous.score
-    if batch is None:
-        where = f"pays at {'every' if pays else 'no'} batch size"
-    else:
-        turn = "stops paying at" if pays == (batch > plan.job.batch_tokens) else "pays only above"
-        where = f"{turn} about {si(batch)} tokens a batch"
-    return f"{text} With these layouts, and less of each batch old the larger it is, it {where}."
+    pays = paying_batches(asynchronous, synchronous, plan.job.batch_tokens, _penalty_by_old_part(plan))
+    return f"{text} With these layouts, and less of each batch old the larger it is, it {_where(pays)}."
+
+
+def _where(pays: Sequence[tuple[float, float]]) -> str:
+    if not pays or pays == [(0.0, inf)]:
+        return f"pays at {'every' if pays else 'no'} batch size"
+    if len(pays) == 1 and pays[0][0] == 0:
+        return f"stops paying at about {si(pays[0][1])} tokens a batch"
+    return f"pays only {' and '.join(_stretch(*ends) for ends in pays)} tokens a batch"
+
+
+def _stretch(low: float, high: float) -> str:
+    if high == inf:
+        return f"above about {si(low)}"
+    return f"from about {si(low)} to about {si(high)}" if low else f"up to about {si(high)}"
 
 
 def _penalty_by_old_part(plan: Plan) -> Callable[[float], float]:
@@ -173,10 +181,10 @@ def _penalty_by_old_part(plan: Plan) -> Callable[[float], float]:
     return lambda old: penalty_at(plan.job.penalties, entry, old)
 
 
-def break_even_batch(
+def paying_batches(
     asynchronous: Layout, synchronous: Layout, batch_tokens: float, penalty: Callable[[float], float]
-) -> float | None:
-    """The batch nearest to `batch_tokens` where penalty * (async) = sync, if there is one.
+) -> list[tuple[float, float]]:
+    """Where penalty * (async) < sync: from which batch to which, 0 and infinity where no end of that was found.
 
     Seconds per update are a * batch + c (c: update and waiting). A larger batch has more microbatches of the same size,
     and as many of them old; `penalty` is that of an old share. No batch has fewer microbatches than stages.
@@ -201,14 +209,16 @@ def break_even_batch(
 
     least = min(1.0, shape.stages / shape.microbatches)
     steps = [least * (_LARGEST / least) ** (step / _STEPS) for step in range(_STEPS + 1)]
-    turns = [(low, high) for low, high in pairwise(steps) if (lead(low) > 0) != (lead(high) > 0)]
-    if not turns:
-        return None
-    low, high = min(turns, key=lambda turn: abs(log(turn[0])))
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if (lead(middle) > 0) == (lead(low) > 0) else (low, middle)
-    return low * batch_tokens
+    steps = sorted({*steps, 1.0})  # 1: there the sentence must say what the verdict does
+    edges = [0.0] if lead(least) > 0 else []
+    for low, high in pairwise(steps):
+        if (pays := lead(low) > 0) != (lead(high) > 0):
+            for _ in range(60):
+                middle = (low + high) / 2
+                low, high = (middle, high) if (lead(middle) > 0) == pays else (low, middle)
+            edges.append(low * batch_tokens)
+    edges += [inf] if len(edges) % 2 else []
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
