@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any, NamedTuple
 
 from slipstream.errors import UserError
@@ -83,23 +83,32 @@ def _penalty(job: Job, entry: Penalty | None, shape: Shape) -> float:
 
 
 def _simulated(job: Job, entries: Sequence[_Fitting]) -> list[Layout]:
-    """The best few of a schedule, no two of the same P and microbatch: variants of one layout would crowd out the rest.
+    """The best few of a schedule, and the best of those that `slipstream train` runs, where it is none of them."""
+    known: dict[Shape, Layout] = {}
+    best = _best_few(job, entries, known)
+    runnable = [entry for entry in entries if not why_not(job, entry.shape)]
+    if few := _best_few(job, runnable, known):
+        layout = max(few, key=lambda layout: layout.score)
+        if all(why_not(job, other.shape) or other.score < layout.score for other in best):
+            best.append(layout)
+    return best
+
+
+def _best_few(job: Job, entries: Sequence[_Fitting], known: dict[Shape, Layout]) -> list[Layout]:
+    """No two of the same P and microbatch: variants of one layout would crowd out the rest.
 
     How many are in flight decides how much is old, and which of the two counts for more the simulator knows: so of each
-    P and microbatch the best with every depth is simulated. The best that `slipstream train` runs is among them.
+    P and microbatch the best with every depth is simulated, once (`known`).
     """
     kept: dict[tuple[int, int], dict[int | None, _Fitting]] = {}
     for entry in entries:
         variants = kept.setdefault((entry.shape.stages, entry.shape.microbatch_size), {})
         variants.setdefault(entry.shape.in_flight, entry)
-    best = [
-        max((_layout(job, entry) for entry in variants.values()), key=lambda layout: layout.score)
-        for variants in list(kept.values())[:SIMULATED_PER_SCHEDULE]
-    ]
-    runnable = next((entry for entry in entries if not why_not(job, entry.shape)), None)
-    if runnable is not None and all(why_not(job, layout.shape) for layout in best):
-        best.append(_layout(job, runnable))
-    return best
+    chosen = [list(variants.values()) for variants in list(kept.values())[:SIMULATED_PER_SCHEDULE]]
+    for entry in chain.from_iterable(chosen):
+        if entry.shape not in known:
+            known[entry.shape] = _layout(job, entry)
+    return [max((known[entry.shape] for entry in few), key=lambda layout: layout.score) for few in chosen]
 
 
 def _layout(job: Job, entry: _Fitting) -> Layout:
