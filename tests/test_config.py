@@ -106,6 +106,13 @@ def test_options_are_given_one_by_one():
         (["pipeline.cutover=true"], "pipeline.cutover = True: a number is wanted here"),
         (["pipeline.stages=true"], "pipeline.stages = True: a number is wanted here"),
         (["optim.lr=false"], "optim.lr = False: a number is wanted here"),
+        ([*EMULATED, "pipeline.delay=[true, 1]"], "pipeline.delay = [True, 1]: a number is wanted here"),
+        (
+            [*EMULATED, "pipeline.cutover=[4, false]"],
+            "pipeline.cutover = [4, False]: a number is wanted here",
+        ),
+        (["pipeline.boundaries=[true]"], "pipeline.boundaries = [True]: a number is wanted here"),
+        (["optim.betas=[0.9, true]"], "optim.betas = [0.9, True]: a number is wanted here"),
         (["pipeline.schedule=emulate", "pipeline.cutover=4", "pipeline.delay=2"], "one update late"),
         (
             ["pipeline.schedule=emulate", "pipeline.cutover=4", "optim.correction=delay_compensation"],
@@ -129,6 +136,15 @@ def test_options_are_given_one_by_one():
 )
 def test_what_cannot_work_is_refused(overrides, words):
     assert any(words in problem for problem in problems_of(overrides)), problems_of(overrides)
+
+
+def test_true_is_a_value_where_no_number_is_wanted():
+    config = load(None, ["train.compile=true", "optim.options.flags=[true, 1]", 'run.tags=["a", "b"]'])
+    assert config.train.compile is True
+    assert config.optim.options == {"flags": [True, 1]}
+    assert config.run.tags == ["a", "b"]
+    assert len(problems_of(["run.tags=[true]"])) == 1
+    assert "number" not in problems_of(["run.tags=[true]"])[0]
 
 
 def test_a_problem_is_told_once_and_by_its_key():

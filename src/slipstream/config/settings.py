@@ -50,8 +50,9 @@ def updates(value: float, steps: int) -> int:
 
 
 def _is_number(annotation: Any) -> bool:
-    kinds = get_args(annotation) or (annotation,)
-    return bool not in kinds and (int in kinds or float in kinds)
+    """Whether it, a kind in it or what its lists hold is a number, and nothing of it is true or false."""
+    parts = get_args(annotation)
+    return bool not in parts and (annotation in (int, float) or any(map(_is_number, parts)))
 
 
 class Settings(BaseModel):
@@ -61,7 +62,9 @@ class Settings(BaseModel):
     @classmethod
     def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Python takes true for 1."""
-        if isinstance(value, bool) and _is_number(cls.model_fields[str(info.field_name)].annotation):
+        given = value if isinstance(value, list | tuple) else [value]
+        wanted = cls.model_fields[str(info.field_name)].annotation
+        if any(isinstance(one, bool) for one in given) and _is_number(wanted):
             raise PydanticCustomError("number", "a number is wanted here, neither true nor false")
         return value
 
