@@ -206,3 +206,5 @@ def test_a_cutover_is_a_number_of_microbatches_or_a_share_of_them():
     assert resolved("pipeline.cutover=0.5") == resolved("pipeline.cutover=4") == 4
     assert resolved("pipeline.cutover=0") == 0
     assert resolved("pipeline.cutover=[4, 2]") == [4, 2]
+    one = ["pipeline.schedule=2bw", "pipeline.stages=1", "pipeline.microbatches=1"]
+    assert resolved(*one, "pipeline.cutover=1.0") == 1, "of one microbatch one and all are the same"

@@ -77,7 +77,7 @@ def _cutover(config: Config, problems: list[str]) -> int | list[int] | None:
     given, m = config.pipeline.cutover, config.pipeline.microbatches
     if given is None or isinstance(given, list):
         return given
-    if isinstance(given, float) and given == 1:
+    if isinstance(given, float) and given == 1 and m > 1:
         problems.append(
             f"pipeline.cutover = {given} could be one microbatch or all of them: write 1, or {m} for all."
         )
