@@ -95,6 +95,7 @@ def test_it_is_said_once(tmp_path):
     assert not waits(four, before=four)
     assert not waits(two, before=config(tmp_path, "pipeline.stages=2", "pipeline.cutover=1"))
     assert waits(two, before=four)
+    assert waits(two, before=config(tmp_path, "pipeline.stages=2", "pipeline.cutover=3")), "another cutover"
 
 
 @pytest.mark.parametrize(

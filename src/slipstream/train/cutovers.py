@@ -84,4 +84,5 @@ def waits(config: Config, before: Config | None) -> list[str]:
 
 
 def _layout(config: Config) -> tuple[object, ...]:
-    return config.pipeline.schedule, config.pipeline.stages, config.pipeline.microbatches
+    pipeline = config.pipeline
+    return pipeline.schedule, pipeline.stages, pipeline.microbatches, pipeline.cutover
