@@ -8,6 +8,8 @@ import re
 import pytest
 
 from slipstream.config import Config, load, resolve, to_toml
+from slipstream.schedule.steady import steady
+from slipstream.train import cutovers
 from slipstream.train.banner import banner, facts
 from slipstream.train.build import correction
 from slipstream.train.cutovers import expected, waits
@@ -84,6 +86,33 @@ def test_a_wait_at_the_cutover_is_said_with_its_figure(tmp_path, stages, cutover
     else:
         (note,) = notes
         assert re.search(words, note), note
+
+
+@pytest.mark.parametrize("depth", [0, 1, 5])
+def test_its_figure_is_that_of_all_the_microbatches(depth):
+    """From a few on, each further one adds a forward and a backward to an update, whatever the cutover is."""
+    for stages, microbatches in ((1, 30), (2, 31), (4, 40), (5, 47)):
+        in_flight = stages + depth if depth else None
+        for cutover in range(stages + 2):
+            whole = steady("2bw", stages, microbatches, cutovers._USUAL, cutover=cutover, in_flight=in_flight)
+            found = cutovers._time(stages, microbatches, cutover, in_flight)
+            assert found == pytest.approx(whole.time_per_update, rel=1e-12), (stages, cutover)
+
+
+def test_many_microbatches_are_not_simulated_to_say_it(tmp_path, monkeypatch):
+    def counted(name, stages, microbatches, costs, **options):
+        assert microbatches < 32
+        return steady(name, stages, microbatches, costs, **options)
+
+    monkeypatch.setattr(cutovers, "steady", counted)
+    for microbatches, longer in (
+        (200, "1.03 times as long"),
+        (2048, "less than 1 % longer"),
+        (2**20, "less than 1 %"),
+    ):
+        many = ["pipeline.stages=8", "model.layers=8", f"pipeline.microbatches={microbatches}"]
+        (note,) = waits(config(tmp_path, *many, "pipeline.cutover=1"), None)
+        assert longer in note
 
 
 def test_it_is_said_once(tmp_path):

@@ -15,7 +15,8 @@ from slipstream.schedule.steady import steady
 from slipstream.train.claim import has_checkpoints, last_started, run_of
 
 _FELT = 1.01  # an update that takes this many times as long is worth a figure
-_USUAL = Costs(forward=1.0, backward=2.0, update=0.5, update_latency=0.1)  # an update is never free
+_FORWARD, _BACKWARD = 1.0, 2.0
+_USUAL = Costs(forward=_FORWARD, backward=_BACKWARD, update=0.5, update_latency=0.1)  # no update is free
 
 
 def with_cutover(config: Config, stored: Config | None) -> Config:
@@ -69,18 +70,27 @@ def waits(config: Config, before: Config | None) -> list[str]:
     usual = default_cutover(pipeline.stages, pipeline.microbatches)
     if cutover >= usual or (before is not None and _layout(before) == _layout(config)):
         return []
-    times = [
-        steady(
-            "2bw", pipeline.stages, pipeline.microbatches, _USUAL, cutover=old, in_flight=pipeline.in_flight
-        )
-        for old in (cutover, usual)
-    ]
-    ratio = times[0].time_per_update / times[1].time_per_update
+    waiting, free = (
+        _time(pipeline.stages, pipeline.microbatches, old, pipeline.in_flight) for old in (cutover, usual)
+    )
+    ratio = waiting / free
     longer = f"{ratio:.2f} times as long" if ratio >= _FELT else "less than 1 % longer"
     return [
         f"The cutover of this run is {cutover} of {pipeline.microbatches} microbatches; {pipeline.stages} stages need "
         f"{usual} not to wait at it. By the simulator, with quick links and updates, an update takes {longer}."
     ]
+
+
+def _time(stages: int, microbatches: int, cutover: int, in_flight: int | None) -> float:
+    """Of an update, by the simulator, which is given no more microbatches than it takes to tell.
+
+    A rank fills its flight behind the cutover, and runs forward and backward in turn from there on. What it waits for
+    another it has waited by the time that one flight is through. After that the ranks, which are equal, keep step: each
+    further microbatch makes an update longer by its forward and backward.
+    """
+    enough = min(microbatches, cutover + 2 * (in_flight or stages))
+    few = steady("2bw", stages, enough, _USUAL, cutover=cutover, in_flight=in_flight)
+    return few.time_per_update + (microbatches - enough) * (_FORWARD + _BACKWARD)
 
 
 def _layout(config: Config) -> tuple[object, ...]:
