@@ -15,12 +15,12 @@ from typing import Any
 from slipstream.errors import UserError
 from slipstream.metrics.events import Event, number
 from slipstream.metrics.report_page import Grid, Lanes
+from slipstream.schedule.cutover import FELT
 from slipstream.schedule.generate import build, canonical
 from slipstream.schedule.simulate import Costs, simulate
 
 LEAD = 3  # simulated groups before the first one drawn: the pipeline is full by then
 NEGLIGIBLE_WAIT = 0.005  # of an update: below it a wait at the cutover is not worth a word
-FELT = 1.01  # so many times as long is worth one
 MOST_BARS = 6000  # more than this is neither readable nor quick to draw
 
 Bar = tuple[int, str, int, int | None, int, int | None, float, float]  # the rows of the event's `spans`

@@ -19,6 +19,7 @@ from slipstream.errors import UserError
 
 Predicate = Callable[[int], bool]
 GivenCutover = int | Callable[[int], int] | None
+FELT = 1.01  # an update that waiting at the cutover makes so many times as long is worth a figure
 
 
 def free_cutover(stages: int, microbatches: int, in_flight: int | None = None, slack: int = 1) -> int:

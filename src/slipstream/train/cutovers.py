@@ -10,11 +10,10 @@ from pathlib import Path
 from slipstream.config import Change, Config
 from slipstream.config import changes as all_changes
 from slipstream.schedule.costs import Costs
-from slipstream.schedule.cutover import default_cutover
+from slipstream.schedule.cutover import FELT, default_cutover
 from slipstream.schedule.steady import steady
 from slipstream.train.claim import has_checkpoints, last_started, run_of
 
-_FELT = 1.01  # an update that takes this many times as long is worth a figure
 _FORWARD, _BACKWARD = 1.0, 2.0
 _USUAL = Costs(forward=_FORWARD, backward=_BACKWARD, update=0.5, update_latency=0.1)  # no update is free
 
@@ -74,7 +73,7 @@ def waits(config: Config, before: Config | None) -> list[str]:
         _time(pipeline.stages, pipeline.microbatches, old, pipeline.in_flight) for old in (cutover, usual)
     )
     ratio = waiting / free
-    longer = f"{ratio:.2f} times as long" if ratio >= _FELT else "less than 1 % longer"
+    longer = f"{ratio:.2f} times as long" if ratio >= FELT else "less than 1 % longer"
     return [
         f"The cutover of this run is {cutover} of {pipeline.microbatches} microbatches; {pipeline.stages} stages need "
         f"{usual} not to wait at it. By the simulator, with quick links and updates, an update takes {longer}."
