@@ -146,9 +146,9 @@ def cutover(config: Config) -> Cutover:
     assert not isinstance(given, float), given  # resolved
     if not config.late:
         return Cutover(m, 0, flushed(config))
-    return Cutover(
-        m, m if given is None else max(given) if isinstance(given, list) else given, flushed(config)
-    )
+    old = m if given is None else max(given) if isinstance(given, list) else given
+    # A fine start has more microbatches than the others, and may have more of them old.
+    return Cutover(m, min(old, m), flushed(config))
 
 
 def _mean_delay(config: Config) -> float:
