@@ -180,8 +180,9 @@ def loss_function(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def dynamic(config: Config) -> bool | None:
-    """Whether compiled code is for any shape. Fused microbatches come in two or three: each is compiled for itself."""
-    return False if config.train.fuse else None
+    """Whether compiled code is for any shape. Fused microbatches, and those of a fine start, come in two or three: each
+    is compiled for itself."""
+    return False if config.train.fuse or config.pipeline.fine_start else None
 
 
 def preparation(config: Config) -> Callable[[nn.Module], Any] | None:
