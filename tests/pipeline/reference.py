@@ -29,12 +29,14 @@ def train(
     cutover=None,
     exact=False,
 ):
-    """Returns the losses of every microbatch and the final master."""
+    """Returns the losses of every microbatch and the final master. `m` may be a function of the group."""
+    sizes = m if callable(m) else lambda g, m=m: m
     master, worker = copy.deepcopy(module), copy.deepcopy(module)
     optimizer = make_optimizer(master)
     z = [p.detach().clone() for p in master.parameters()]
     banks, losses = {0: z}, []
     for g, (x, y) in enumerate(batches):
+        m = sizes(g)
         flushed = delay == 0 or synchronous(g) or synchronous(g - 1)
         old = 0 if flushed else m if cutover is None else cutover(g)
         newest = [p.detach() for p in master.parameters()]

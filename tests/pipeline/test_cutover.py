@@ -241,3 +241,27 @@ def test_what_does_not_go_with_a_cutover_is_refused():
     with pytest.raises(UserError, match="from 0"):
         emulator(cutover=M + 1)
     assert build_correction("lr_scaling", steps=10, delay=0.5).factor(0) == 1.5**-1
+
+
+@pytest.mark.parametrize("correction", ["none", "error_feedback"])
+def test_a_state_goes_on_with_updates_cut_otherwise(correction):
+    """Half of an update old in four microbatches, then, after three updates, all of it in two."""
+    model, lam = tiny.Model(tied=False), 1.0 if correction == "error_feedback" else 0.0
+    first = emulator(model, cutover=2, correction=correction)
+    found = [loss.item() for g in range(3) for loss in first.step(*tiny.batch(g))]
+    then = emulator(m=2, cutover=2, correction=correction)
+    then.load_state_dict(first.state_dict())
+    found += [loss.item() for g in range(3, GROUPS) for loss in then.step(*tiny.batch(g))]
+    batches = [tiny.batch(g) for g in range(GROUPS)]
+    losses, master = reference.train(
+        model,
+        batches,
+        lambda g: 4 if g < 3 else 2,
+        tiny.loss_fn,
+        tiny.momentum,
+        lam=lam,
+        cutover=lambda g: 2,
+        exact=True,
+    )
+    assert found == losses
+    assert all(map(torch.equal, then.master.parameters(), master.parameters()))

@@ -199,6 +199,17 @@ def test_net_gain_is_tagged_as_simulated(paired):
     speed = float(rows["speed-up of 2BW over it"][column])
     assert float(rows["delay"][column].split()[0]) == pytest.approx(speed / math.exp(0.2), abs=2e-3)
     assert float(rows["ef+start"][column]) < speed / 1.02  # flushed updates cost time too
+    assert "fine start" not in table.note
+    cells = [*cells.values(), with_setting(cells["ef"], "pipeline.fine_start", 0.2)]
+    assert "A fine start is taken to cost no time" in gain_table(cells, roles)[0].note
+
+
+def with_setting(cell, key, value):
+    results = {
+        seed: replace(result, settings=result.settings | {key: value})
+        for seed, result in cell.results.items()
+    }
+    return replace(cell, results=results)
 
 
 def test_the_best_of_a_tuned_axis_is_chosen_on_common_seeds(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from slipstream.config import load
 from slipstream.models import llama, loss
 from slipstream.models.loss import TokenLoss
 from slipstream.models.sizes import ModelConfig
@@ -49,6 +50,19 @@ def test_replicas_and_layers_share_their_compilations(graphs, how, count):
         for (name, a), b in zip(plain.named_parameters(), replica.parameters(), strict=True):
             assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6), name
     assert len(graphs) == count  # by layer: one for the layers and one for the last norm
+
+
+@pytest.mark.parametrize(
+    ("start", "fixed"), [("pipeline.fine_start=3", True), ("pipeline.fine_start=0", False)]
+)
+def test_the_microbatches_of_a_fine_start_are_compiled_for_their_own_size(graphs, start, fixed):
+    """Code for any size, to which the compiler would go over at the second, is slower."""
+    dynamic = build.dynamic(load(None, [start]))
+    for rows in (2, 8):
+        replica = build._compiled(build_model(SHAPE, 0), "layers", dynamic)
+        replica(torch.zeros(rows, 8, dtype=torch.long)).sum().backward()
+    assert len(graphs) == 4
+    assert any("SymInt" in graph.code for graph in graphs) != fixed
 
 
 def test_joined_products_are_compiled_and_eager_ones_are_apart(graphs, monkeypatch):

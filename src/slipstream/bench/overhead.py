@@ -87,7 +87,7 @@ def _assembled(config: Config, world: World, name: str) -> Iterator[RunParts]:
     folder = Path(config.run.dir) / name
     folder.mkdir(parents=True, exist_ok=True)
     config = config.changed(run={"dir": str(folder)})
-    plan = Plan(0, None, False, False, 0, "not recorded", f"overhead-{name}")
+    plan = Plan(data_fingerprint="not recorded", nonce=f"overhead-{name}")
     board = Board(world.store, config.train.timeout_seconds)
     with (
         (folder / f"lines-{world.rank}.txt").open("w", encoding="utf-8") as lines,

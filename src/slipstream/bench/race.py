@@ -40,6 +40,8 @@ NO_DELAY = (  # an empty value is the default
     "optim.sync_start=0",
     "optim.sync_finish=0",
     "pipeline.cutover=",
+    "pipeline.fine_start=0",
+    "pipeline.fine_microbatches=",
     "pipeline.in_flight=",
 )
 
@@ -177,7 +179,8 @@ def curve(run: Run) -> list[Point]:
     """The validations, by training time. A step across a resumption counts as long as a typical one."""
     rows = [(row["step"], at) for row in run.surviving("step") if (at := number(row.get("time"))) is not None]
     validations = run.surviving("validation")
-    resumed = [at for event in run.of("start") if (at := number(event.get("time"))) is not None]
+    starts = [event for event in run.of("start") if not event.get("recut")]
+    resumed = [at for event in starts if (at := number(event.get("time"))) is not None]
     validated = {row["step"]: number(row.get("time")) for row in validations}
     gaps: list[float | None] = []
     for (step, before), (_, after) in pairwise(rows):

@@ -198,6 +198,8 @@ def _pipeline(config: Config) -> Iterator[str]:
             f"delay of {0 if config.synchronous else 1}. Set pipeline.schedule=emulate for other delays."
         )
     yield from _cutover(config)
+    if pipeline.fine_start or pipeline.fine_microbatches is not None:
+        yield from _fine_start(config)
     if pipeline.schedule != "emulate" and pipeline.mismatch != 0:
         yield (
             f"pipeline.mismatch = {pipeline.mismatch} cannot take effect: pipeline.schedule = "
@@ -272,6 +274,44 @@ def _cutover(config: Config) -> Iterator[str]:
         yield (
             f"pipeline.cutover = {cutover} does not go with optim.correction=delay_compensation, which changes a "
             "gradient taken at one bank. Set optim.correction=error_feedback or none, or drop it."
+        )
+
+
+def _fine_start(config: Config) -> Iterator[str]:
+    pipeline, steps = config.pipeline, config.train.steps
+    m, fine, rows = pipeline.microbatches, pipeline.fine_microbatches, pipeline.microbatch_size
+    start = f"pipeline.fine_start = {pipeline.fine_start:g}"
+    if not pipeline.fine_start:
+        yield f"pipeline.fine_microbatches = {fine} takes effect with pipeline.fine_start only. Set that, or drop it."
+        return
+    if config.optim.correction == "delay_compensation":
+        yield f"{start} does not go with optim.correction=delay_compensation, which needs whole updates old. Drop it."
+    elif not config.late or pipeline.delay != 1 or isinstance(pipeline.cutover, list):
+        yield (
+            f"{start} makes a smaller part of an update old, where all stages are late by one update. Drop it, or set "
+            "pipeline.schedule=2bw."
+        )
+    elif pipeline.cutover is None and pipeline.schedule == "emulate":
+        yield f"{start} changes nothing where all of an update is old. Set pipeline.cutover to stages + 1, say."
+    elif pipeline.cutover is not None and pipeline.cutover in (0, fine):
+        yield f"{start} changes nothing with pipeline.cutover = {pipeline.cutover} of {fine}. Drop one of them."
+    if updates(pipeline.fine_start, steps) >= steps:
+        yield (
+            f"{start} is the whole run of train.steps = {steps}. Lower it, or set pipeline.microbatches to what all "
+            "updates should have."
+        )
+    if fine is None:
+        return
+    if fine <= m or m * rows % fine:
+        yield (
+            f"pipeline.fine_microbatches = {fine} must be more than pipeline.microbatches = {m} and cut the {m * rows} "
+            "sequences of an update evenly. Name another number, or none."
+        )
+    elif m * rows // fine % pipeline.data_ranks:
+        yield (
+            f"pipeline.fine_microbatches = {fine} leaves {m * rows // fine} sequences to a microbatch, which "
+            f"pipeline.data_ranks = {pipeline.data_ranks} cannot share. Name fewer, or make pipeline.microbatch_size "
+            "larger."
         )
 
 

@@ -29,6 +29,7 @@ def resolve(config: Config, *, world: int | None = None) -> Config:
     restarts = (3 if pipeline.elastic else 0) if train.restarts is None else train.restarts
     floor = 0.0 if optim.schedule == "constant" else 0.1
     tuned = None if config.model.hf is not None else TUNED_LR.get((config.model.preset, optim.name))
+    config = config.changed(pipeline={"fine_microbatches": _fine_microbatches(config, problems)})
     config = config.changed(
         pipeline={"stages": stages, "cutover": _cutover(config, problems)},
         train={"restarts": restarts} | ({} if config.checkpoint.keep else {"sample_tokens": 0}),
@@ -72,9 +73,26 @@ def _model(settings: ModelSettings, problems: list[str]) -> ModelConfig | None:
         return None
 
 
+def _fine_microbatches(config: Config, problems: list[str]) -> int | None:
+    """Of an update in the fine start; None where the run has none."""
+    pipeline = config.pipeline
+    given, m, rows = pipeline.fine_microbatches, pipeline.microbatches, pipeline.microbatch_size
+    if given is not None or not pipeline.fine_start:
+        return given
+    parts = next((parts for parts in (4, 3, 2) if rows % parts == 0), None)
+    if parts is None:
+        problems.append(
+            f"pipeline.fine_start = {pipeline.fine_start:g}: microbatches of pipeline.microbatch_size = {rows} cannot "
+            "be cut into 4, 3 or 2 equal ones. Make it a multiple of one of those, or name pipeline.fine_microbatches."
+        )
+        return None
+    return parts * m
+
+
 def _cutover(config: Config, problems: list[str]) -> int | list[int] | None:
-    """In microbatches; None: it is decided when the run is made, and kept with it."""
-    given, m = config.pipeline.cutover, config.pipeline.microbatches
+    """In microbatches; None: it is decided when the run is made, and kept with it. Where an update has fewer (not in a
+    fine start), all of them are old."""
+    given, m, most = config.pipeline.cutover, config.pipeline.microbatches, config.pipeline.most_microbatches
     if given is None or isinstance(given, list):
         return given
     if isinstance(given, float) and given == 1 and m > 1:
@@ -84,11 +102,11 @@ def _cutover(config: Config, problems: list[str]) -> int | list[int] | None:
         return None
     share = 0 < given < 1
     count = given * m if share else given
-    if abs(count - round(count)) > 1e-9 or not 0 <= count <= m:
+    if abs(count - round(count)) > 1e-9 or not 0 <= count <= most:
         which = f"{given:g} of pipeline.microbatches = {m} is {count:g}" if share else f"it is {given:g}"
         problems.append(
-            f"pipeline.cutover: {which}, and must be a whole number of microbatches, from 0 (synchronous) to {m} "
+            f"pipeline.cutover: {which}, and must be a whole number of microbatches, from 0 (synchronous) to {most} "
             "(all of them old, PipeDream-2BW)."
         )
         return None
-    return None if count == m and config.pipeline.schedule == "emulate" else round(count)
+    return None if count == most and config.pipeline.schedule == "emulate" else round(count)

@@ -137,6 +137,17 @@ class PipelineSettings(Settings):
         "microbatches of an update that read old weights, the others read the newest; below 1: a share of them; a list "
         "by stage: emulate only (derived when a run is made: stages + 1, of one stage 1; emulate: all)",
     )
+    fine_start: float = _field(
+        0.0,
+        "updates at the start whose microbatches are cut finer, so that fewer of them are old; below 1: a share of "
+        "train.steps",
+        ge=0,
+    )
+    fine_microbatches: int | None = _field(
+        None,
+        "microbatches per update in the fine start (derived: four of each, if its sequences allow)",
+        ge=2,
+    )
     mismatch: int | list[int] = _field(
         0, "updates by which a backward's weights are newer than its forward's (no stashing); emulate only"
     )
@@ -152,6 +163,11 @@ class PipelineSettings(Settings):
     partitions: bool = _layout(
         False, "give each rank its own share of one GPU's multiprocessors, by CUDA MPS"
     )
+
+    @property
+    def most_microbatches(self) -> int:
+        """Of any update: a fine start has more of them."""
+        return max(self.microbatches, self.fine_microbatches or 0) if self.fine_start else self.microbatches
 
 
 class OptimSettings(Settings):

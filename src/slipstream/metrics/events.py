@@ -93,14 +93,15 @@ class Run:
 
     def clock(self) -> dict[int, float]:
         """id(event) -> the seconds the run had been at work by then: what passed between the end of one start's
-        events and the next start does not count. Events without a time are left out."""
+        events and the next start does not count, unless that only cut the updates otherwise. Events without a time are
+        left out."""
         passed: dict[int, float] = {}
         before = seconds = began = 0.0
         for event in self.events:
             at = number(event.get("time"))
             if at is None:
                 continue
-            if event["event"] == "start" or not passed:
+            if (event["event"] == "start" and not event.get("recut")) or not passed:
                 before, began = seconds, at
             passed[id(event)] = before + at - began
             seconds = max(seconds, passed[id(event)])

@@ -81,7 +81,7 @@ def measured(events: Sequence[Event]) -> Restarts | None:
         if at is None:
             continue
         began = at if began is None else began
-        if event["event"] == "start":
+        if event["event"] == "start" and not event.get("recut"):
             stages = max(stages, int(number(event.get("stages")) or 1))
             if last is not None and gone is None:
                 gone = max(last, number(event.get("heard_of")) or last)

@@ -81,6 +81,11 @@ class Cell:
         return next(iter(self.results.values())).old
 
     @property
+    def fine_start(self) -> bool:
+        """Whether its first updates are cut into more microbatches than the others."""
+        return bool(next(iter(self.results.values())).key("pipeline.fine_start", 0))
+
+    @property
     def flushed_share(self) -> float:
         """The part of the updates that runs without delay because the run asks for it."""
         result = next(iter(self.results.values()))

@@ -78,12 +78,13 @@ class Result:
 
     @property
     def old(self) -> float:
-        """The share of an update's microbatches that read old weights, over all stages: 1 without a cutover."""
+        """The share of an update's microbatches that read old weights, over all stages: 1 without a cutover. After a
+        fine start, if it has one."""
         cutover = self.key("pipeline.cutover")
         if cutover is None:
             return 1.0
         by_stage = cutover if isinstance(cutover, list) else [cutover]
-        return sum(by_stage) / len(by_stage) / self.key("pipeline.microbatches")
+        return min(1.0, sum(by_stage) / len(by_stage) / self.key("pipeline.microbatches"))
 
 
 @cache

@@ -177,6 +177,8 @@ def gain_table(cells: Sequence[Cell], roles: AxisRoles) -> list[Table]:
         note += " ≤: of the penalty only a lower bound is known."
     if any(cell.old < 1 for cell in paying):
         note += f" {NONE}: with so small a part of the update old, that pipeline would have to wait (it takes P of m)."
+    if any(cell.fine_start for cell in paying):
+        note += " A fine start is taken to cost no time, though smaller microbatches keep a device less busy."
     return [Table(header, body, title="Net gain (simulated)", note=note)]
 
 

@@ -19,7 +19,7 @@ from slipstream.metrics.progress import Show
 from slipstream.metrics.record import Recorder, has_event
 from slipstream.metrics.throughput import Meter, peak_flops
 from slipstream.models.sizes import ModelConfig, flops_per_token, parameters
-from slipstream.train import build, checkpoint
+from slipstream.train import build, checkpoint, fine
 from slipstream.train import folder as folders
 from slipstream.train.arithmetic import arithmetic
 from slipstream.train.batches import Share
@@ -61,7 +61,8 @@ def assemble(
     board: Board,
     command: str = "",
 ) -> Iterator[RunParts]:
-    """Build everything this rank needs; it is closed at the end."""
+    """Build everything this rank needs in the stretch that begins now; it is closed at the end."""
+    whole, config = config, fine.stretch(config, plan.step)
     model = build.shape(config, data)
     device = build.device(config, 0 if world is None else world.local_rank)
     train_data, valid_data = datasets(config, data)
@@ -69,12 +70,14 @@ def assemble(
         stack.enter_context(arithmetic(config.train, device))
         engine = stack.enter_context(engine_of(config, model, world, device))
         if plan.source is not None:
-            load_into(engine, Path(plan.source), config)
+            load_into(engine, Path(plan.source), whole)
         recorder, show = None, None
         if position.leader:
-            recorder = _open_records(config, model, plan, data, device, stack, command)
+            recorder = _open_records(whole, config, model, plan, data, device, stack, command)
             show = Show(config.train.steps, config.train.log_every, quiet=config.train.quiet)
-            if plan.source is not None:
+            if plan.recut:
+                show.note(f"From step {plan.step} on: {config.pipeline.microbatches} microbatches an update.")
+            elif plan.source is not None:
                 does = "A fork starts" if plan.forked else "The run goes on"
                 show.note(f"{does} from step {plan.step} ({plan.source})")
             stack.enter_context(show)
@@ -103,6 +106,7 @@ def assemble(
             stack.callback(memory.close)
         yield RunParts(
             config=config,
+            end=fine.end_of_stretch(config, plan.step),
             model=model,
             position=position,
             engine=engine,
@@ -127,7 +131,7 @@ def assemble(
             recorder=recorder,
             show=show,
             meta={
-                "config": config.model_dump(),
+                "config": whole.model_dump(),
                 "model": model.describe() if isinstance(model, OwnModel) else dataclasses.asdict(model),
                 "data_folder": str((data or Path()).resolve()),
                 "data_fingerprint": plan.data_fingerprint,
@@ -175,7 +179,8 @@ def _memory_writer(
     config: Config, position: Position, plan: Plan, recorder: Recorder | None, warn: Warn
 ) -> Writer | None:
     """The same for checkpoints in memory, of which the newest is kept."""
-    if not config.checkpoint.memory_every:
+    hands_over = not config.checkpoint.keep and fine.end_of_stretch(config, plan.step) < config.train.steps
+    if not config.checkpoint.memory_every and not hands_over:
         return None
     leader = None
     if recorder is not None:
@@ -204,6 +209,7 @@ def _machines(position: Position) -> int:
 
 
 def _open_records(
+    whole: Config,
     config: Config,
     model: build.Model,
     plan: Plan,
@@ -212,9 +218,9 @@ def _open_records(
     stack: ExitStack,
     command: str,
 ) -> Recorder:
-    """The leader's files: resolved config, environment, tokenizer, events."""
+    """The leader's files: resolved config, environment, tokenizer, events. `whole`: of all stretches of the run."""
     folder = Path(config.run.dir)
-    folders.write_config(folder, config.changed(pipeline={"stages": plan.stages}) if plan.stages else config)
+    folders.write_config(folder, whole.changed(pipeline={"stages": plan.stages}) if plan.stages else whole)
     described = {"folder": str(data or config.data.module), "fingerprint": plan.data_fingerprint}
     if data is not None:  # other text to validate on is another loss
         described["validation_fingerprint"] = fingerprint(find_shards(data, "valid"))
@@ -225,7 +231,7 @@ def _open_records(
             shutil.copyfile(data / TOKENIZER_FILE, folder / TOKENIZER_FILE)
     recorder = Recorder(folder, open_trackers(config, folder, plan.step), config.train.disk_seconds)
     stack.callback(recorder.close)
-    resumed = plan.source is not None and not plan.forked
+    resumed = plan.source is not None and not (plan.forked or plan.recut)
     recorder.write(
         "start",
         plan.step,
@@ -236,6 +242,7 @@ def _open_records(
         cutover=config.pipeline.cutover,
         parameters=model.parameters if isinstance(model, OwnModel) else parameters(model),
         resumed=resumed,
+        **({"recut": True} if plan.recut else {}),
         **({"lost_steps": plan.lost_steps, "heard_of": plan.heard_of} if resumed else {}),
     )
     if resumed and not has_event(folder, "checkpoint", plan.step):

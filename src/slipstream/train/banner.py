@@ -9,6 +9,7 @@ from slipstream.config.settings import updates
 from slipstream.formats import si
 from slipstream.models.sizes import active_parameters, flops_per_token, parameters
 from slipstream.optimizers import OPTIMIZERS, check_options
+from slipstream.train import fine
 from slipstream.train.preflight import cpu_only
 
 FIRST_OLD = "the first c of m one update old"
@@ -55,6 +56,15 @@ def _own(config: Config) -> tuple[str | None, str]:
 
 
 def _schedule(config: Config) -> str:
+    start = fine.length(config)
+    if not start:
+        return _stretch(config)
+    first = fine.stretch(config, 0).pipeline
+    finer = f"the first {start:,} updates m={first.microbatches}, c={first.cutover}"
+    return f"{_stretch(fine.stretch(config, start))}; {finer}"
+
+
+def _stretch(config: Config) -> str:
     pipeline = config.pipeline
     if pipeline.schedule == "emulate":
         old = "" if pipeline.cutover is None else f", c={pipeline.cutover}, {FIRST_OLD}"
@@ -83,8 +93,10 @@ def facts(config: Config) -> dict[str, str]:
             "tokens in all": f"{tokens:,} ({tokens / parameters(model):.3g} per parameter)",
             "training FLOPs": f"{flops * tokens:.3g} ({flops:.3g} per token)",
         }
-    cutover = pipeline.microbatches if pipeline.cutover is None else pipeline.cutover
-    old = f"{cutover} of {pipeline.microbatches} microbatches"
+    start = fine.length(config)
+    old = f"{_old(fine.stretch(config, start))} microbatches"
+    if start:
+        old += f", {_old(fine.stretch(config, 0))} in the first {start:,} updates"
     if not config.late:
         old = "nothing: every gradient is of the newest weights"
     return about | {
@@ -97,6 +109,11 @@ def facts(config: Config) -> dict[str, str]:
         "flushed updates": f"{updates(optim.sync_start, train.steps)} at the start, "
         f"{updates(optim.sync_finish, train.steps)} at the end",
     }
+
+
+def _old(config: Config) -> str:
+    m, cutover = config.pipeline.microbatches, config.pipeline.cutover
+    return f"{m if cutover is None else cutover} of {m}"
 
 
 def _optimizer(config: Config) -> str:

@@ -146,9 +146,9 @@ def cutover(config: Config) -> Cutover:
     assert not isinstance(given, float), given  # resolved
     if not config.late:
         return Cutover(m, 0, flushed(config))
-    return Cutover(
-        m, m if given is None else max(given) if isinstance(given, list) else given, flushed(config)
-    )
+    old = m if given is None else max(given) if isinstance(given, list) else given
+    # A fine start has more microbatches than the others, and may have more of them old.
+    return Cutover(m, min(old, m), flushed(config))
 
 
 def _mean_delay(config: Config) -> float:
@@ -180,8 +180,9 @@ def loss_function(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def dynamic(config: Config) -> bool | None:
-    """Whether compiled code is for any shape. Fused microbatches come in two or three: each is compiled for itself."""
-    return False if config.train.fuse else None
+    """Whether compiled code is for any shape. Fused microbatches, and those of a fine start, come in two or three: each
+    is compiled for itself."""
+    return False if config.train.fuse or config.pipeline.fine_start else None
 
 
 def preparation(config: Config) -> Callable[[nn.Module], Any] | None:

@@ -85,8 +85,9 @@ def claim_memory(folder: Path, machines: int) -> Path:
     """Before the first one is written: a place that nobody else can read or write."""
     if machines > 1:
         raise UserError(
-            f"checkpoint.memory_every needs all ranks on one machine, and these are on {machines}: a machine that is "
-            "lost takes its part along. Set checkpoint.memory_every=0, and checkpoint.every lower."
+            f"Checkpoints in memory (checkpoint.memory_every, and pipeline.fine_start with checkpoint.keep=0) need all "
+            f"ranks on one machine, and these are on {machines}: a machine that is lost takes its part along. Set "
+            "checkpoint.memory_every=0, checkpoint.every lower and checkpoint.keep to 1 or more."
         )
     root = memory_of(folder)
     try:

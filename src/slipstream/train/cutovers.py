@@ -33,7 +33,7 @@ def with_cutover(config: Config, stored: Config | None) -> Config:
     m = pipeline.microbatches
     # A correction of the gradient itself needs the whole group at one bank.
     apart = config.optim.correction == "delay_compensation"
-    return decided(config, m if apart else default_cutover(config.stages, m))
+    return decided(config, m if apart else default_cutover(config.stages, pipeline.most_microbatches))
 
 
 def expected(config: Config) -> Config:

@@ -46,6 +46,7 @@ class Plan:
     source: str | None = None  # checkpoint folder to load, None: initial weights
     finished: bool = False
     forked: bool = False  # `source` belongs to another run
+    recut: bool = False  # the stretch before this one has just ended
     data_offset: int = 0  # groups of data left out by rollbacks
     data_fingerprint: str = ""
     nonce: str = field(default_factory=lambda: secrets.token_hex(4))  # names this attempt's drafts
@@ -305,7 +306,7 @@ def _check_same_run(folder: Path, config: Config, manifest: checkpoint.Manifest,
         allowed |= {"pipeline.schedule", "pipeline.delay"}
     if switched and config.run.switch:
         allowed |= {"optim.correction", "optim.correction_lambda", "optim.sync_start", "optim.sync_finish"}
-        allowed.add("pipeline.cutover")
+        allowed |= {"pipeline.cutover", "pipeline.fine_start", "pipeline.fine_microbatches"}
     if longer:
         allowed.add("train.steps")
     refused: list[Change | str] = [change for change in differences if change.name not in allowed]

@@ -42,7 +42,8 @@ MAX_FRUITLESS = 3  # rollbacks to the same checkpoint before a run gives up
 def run_rank(
     world: World | None, tree: dict[str, Any], command: str = "", told: Asked | None = None
 ) -> dict[str, Any]:
-    """One rank from start to end; after a rollback it begins again with a new engine.
+    """One rank from start to end; after a rollback, and where updates are cut otherwise (`fine.py`), it begins again
+    with a new engine.
 
     `command` is what the user typed, for the record; `told` hears of a stop that is asked for.
     """
@@ -54,10 +55,14 @@ def run_rank(
     position = position_of(config, world)
     data = data_folder(config)
     rolled: Rollback | None = None
+    reason = ""  # why the last attempt ended
     with stop_signals(told) as asked, folders.disk_errors(Path(config.run.dir)), ExitStack() as held:
         for attempt in itertools.count():
             own_board = board.under(f"attempt-{attempt}")
-            plan = _agree_on_plan(asked_for, config, position, data, own_board, rolled, held)
+            if not reason and position.leader:
+                _take(Path(config.run.dir), own_board, held)
+            plan = _agree_on_plan(asked_for, config, position, data, own_board, rolled)
+            plan = dataclasses.replace(plan, recut=reason == "recut")
             if plan.finished:
                 if position.leader:
                     closing.say_finished(config, plan.step)
@@ -66,9 +71,10 @@ def run_rank(
                 plan = _with_folders(config, position, plan, own_board)
             config = cutovers.decided(config, plan.cutover)
             outcome = _attempt(config, world, position, data, plan, own_board, asked, command)
-            if outcome.reason != "rollback":
+            reason = outcome.reason
+            if reason not in ("rollback", "recut"):
                 return dataclasses.asdict(outcome)
-            rolled = _rolled_back(outcome, plan, rolled)
+            rolled = _rolled_back(outcome, plan, rolled) if reason == "rollback" else None
             gc.collect()  # engine and hooks hold each other, and a device has no room for a second engine
     raise AssertionError("unreachable")
 
@@ -117,6 +123,15 @@ def _attempt(
     return outcome
 
 
+def _take(folder: Path, board: Board, held: ExitStack) -> None:
+    """On the leader: the folder is this run's until `held` ends."""
+    try:
+        held.enter_context(folders.lock(folder))
+    except UserError as error:
+        board.post("plan", {"error": str(error)})
+        raise
+
+
 def _agree_on_plan(
     asked_for: Config,
     config: Config,
@@ -124,15 +139,12 @@ def _agree_on_plan(
     data: Path | None,
     board: Board,
     rolled: Rollback | None,
-    held: ExitStack,
 ) -> Plan:
     """The leader decides; the others take its word."""
     folder = Path(config.run.dir)
     if position.leader:
         remote = remote_of(config)
         try:
-            if rolled is None:
-                held.enter_context(folders.lock(folder))
             train_data, valid_data = datasets(config, data)
             if rolled is not None:
                 in_memory.forget(folder)  # of the steps that are taken back

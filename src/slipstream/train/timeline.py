@@ -23,6 +23,7 @@ from slipstream.pipeline.depth_trial import GROUPS_OF_A_TRIAL
 from slipstream.schedule.actions import Action, Kind
 from slipstream.schedule.costs import measured_costs
 from slipstream.schedule.timeline import Span
+from slipstream.train import fine
 from slipstream.train.board import Board
 from slipstream.train.build import Model
 from slipstream.train.engine import RunEngine
@@ -34,13 +35,13 @@ _MLP = re.compile("mlp|ffn|feed_?forward|expert", re.IGNORECASE)
 
 
 def recorded_from(config: Config, on_gpu: bool) -> int:
-    """train.timeline_at, or the next step whose groups are typical: not in a flushed start, no validation shortly
-    before them or in between, which drains the pipeline, no stage that is still being recorded, and no depth that is
-    still tried. 0: never."""
+    """train.timeline_at, or the next step whose groups are typical: not in a flushed or fine start, no validation
+    shortly before them or in between, which drains the pipeline, no stage that is still being recorded, and no depth
+    that is still tried. 0: never."""
     train = config.train
     if not train.timeline_at:
         return 0
-    start = updates(config.optim.sync_start, train.steps)
+    start = max(updates(config.optim.sync_start, train.steps), fine.length(config))
     recording = MOST_GROUPS_TO_SETTLE if train.cuda_graphs else 0
     pipeline = config.pipeline
     tries = on_gpu and pipeline.schedule == "2bw" and pipeline.in_flight is None and config.stages > 1

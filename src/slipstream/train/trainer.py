@@ -37,7 +37,8 @@ WEIGHTS_SECONDS = 30.0  # how long a rank of a failed run waits to hear of the o
 class RunParts:
     """Everything the loop uses, made in `assemble.py`."""
 
-    config: Config
+    config: Config  # as the run is in this stretch
+    end: int  # the step at which it ends
     model: Model
     position: Position
     engine: RunEngine
@@ -61,7 +62,8 @@ class RunParts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stretch of training ended: "finished", "signal" (saved, to be resumed) or "rollback"."""
+    """How a stretch of training ended: "finished", "signal" (saved, to be resumed), "rollback", or "recut" (saved, to
+    go on with its updates cut otherwise)."""
 
     step: int
     reason: str
@@ -72,7 +74,7 @@ class Outcome:
 def train(
     parts: RunParts, step: int, data_offset: int, asked: threading.Event, *, validate_first: bool = False
 ) -> Outcome:
-    """Train from `step` to the end, or until a stop is asked for and saved."""
+    """Train from `step` to the end of the stretch, or until a stop is asked for and saved."""
     config, engine, reporter = parts.config, parts.engine, parts.reporter
     total, eval_every = config.train.steps, config.train.eval_every
     saver = _Saver(parts, data_offset, step)
@@ -87,7 +89,7 @@ def train(
         ended_early = _validated(parts, saver, step)
         reporter.start(step)
     with batches.ahead(parts.train_data, parts.share, step + data_offset) as loader:
-        while step < total and not ended_early:
+        while step < parts.end and not ended_early:
             if asked.is_set() or reporter.stop_asked or parts.monitor.failed_at is not None:
                 engine.request_stop()
             if engine.stopping():
@@ -106,7 +108,9 @@ def train(
         tracing.finish()
         profiling.finish()
         reason = "finished" if step == total or ended_early else _agree_on_reason(parts, step)
-        if reason in ("finished", "signal"):
+        if reason == "recut":
+            saver.hand_over(step)
+        elif reason != "rollback":
             saver.save(step)
         loss = None
         if reason == "finished":
@@ -115,9 +119,12 @@ def train(
                 saver.keep_best(step)  # that state was saved before its loss was known
         parts.writer.finish()
         if parts.memory is not None:
-            with contextlib.suppress(CheckpointError):  # it was said when it failed
+            try:
                 parts.memory.finish()
-            if parts.position.leader and reason != "rollback":
+            except CheckpointError:  # it was said when it failed
+                if reason == "recut" and not config.checkpoint.keep:
+                    raise
+            if parts.position.leader and reason not in ("rollback", "recut"):
                 in_memory.forget(Path(config.run.dir))  # the disk has a newer one
     return Outcome(step, reason, loss, parts.monitor.failed_at if reason == "rollback" else None)
 
@@ -196,6 +203,13 @@ class _Saver:
         self._saved = step
         self._submit(step, self._parts.writer)
 
+    def hand_over(self, step: int) -> None:
+        """A snapshot for the next stretch: in memory where a run keeps none on disk."""
+        if self._parts.config.checkpoint.keep:
+            self.save(step)
+        else:
+            self._submit(step, self._parts.memory)
+
     def _submit(self, step: int, writer: Writer | None) -> None:
         assert writer is not None
         if self._parts.position.data_rank == 0 or self._parts.config.pipeline.shard_optimizer:
@@ -239,7 +253,7 @@ def _agree_on_reason(parts: RunParts, step: int) -> str:
         with contextlib.suppress(CheckpointError):  # reported already
             parts.writer.finish()  # the checkpoint to go back to may still be on its way to the disk
         if parts.monitor.failed_at is None:
-            reason = "signal"
+            reason = "recut" if step == parts.end else "signal"
         elif parts.config.health.rollback and checkpoint.committed(parts.root):
             reason = "rollback"
         else:
