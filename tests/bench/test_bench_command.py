@@ -57,6 +57,12 @@ def test_json_has_the_promised_fields(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "torch DualPipeV" not in drawn  # it failed
 
 
+def test_a_microbatch_has_as_many_rows_as_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--microbatches 2 --rivals none --rounds 1 --updates 2 --rows 3 --sequence 5 --json")
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["rows"], row["sequence"]) == (3, 5)
+
+
 def test_the_table_names_every_contender(capsys: pytest.CaptureFixture[str]) -> None:
     run("--work sleep --microbatches 2 --rounds 1 --updates 2 --rivals 1f1b,dualpipev")
     shown = capsys.readouterr().out

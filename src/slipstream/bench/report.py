@@ -34,6 +34,8 @@ def record(result: Result) -> dict[str, Any]:
         "microbatches": result.work.microbatches,
         "stages": result.work.stages,
         "work": result.work.kind,
+        "rows": result.work.batch,
+        "sequence": result.work.tokens,
         "clip": result.work.max_grad_norm is not None,
         "device": result.work.device,
         "carrier": result.carrier,
@@ -62,8 +64,6 @@ def _language(work: Work) -> dict[str, Any]:
     """What a language model was cut into."""
     return {
         "preset": work.preset,
-        "rows": work.batch,
-        "sequence": work.tokens,
         "compile": work.compile,
         "head_layers": work.head_layers,
         "layers": [len(layers) for layers in work.layers(range(work.stages))],

@@ -39,8 +39,12 @@ def pipeline(
         bool, typer.Option("--probe", help="Only measure what the partitions get, alone and together.")
     ] = False,
     model: Annotated[str, typer.Option(help="Preset of the language work.")] = "smollm2-135m",
-    rows: Annotated[int, typer.Option(help="Sequences per microbatch of the language work.")] = 8,
-    sequence: Annotated[int, typer.Option(help="Tokens per sequence of the language work.")] = 1024,
+    rows: Annotated[
+        int | None, typer.Option(help="Sequences per microbatch; default: 2, of the language work 8.")
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(help="Tokens per sequence; default: 64, of the language work 1024.")
+    ] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile each layer of the model.")] = False,
     clip: Annotated[bool, typer.Option("--clip", help="Clip the global gradient norm.")] = False,
     correction: Annotated[str, typer.Option(help="Delay correction of our schedule.")] = "none",
@@ -81,8 +85,12 @@ def pipeline(
     if microbatches is not None:
         counts = _numbers("--microbatches", microbatches, "2,4,8")
     kind = work or ("language" if device == "cuda" else "compute")
-    language = {"batch": rows, "tokens": sequence, "preset": model}
-    shape: dict[str, Any] = language if kind == "language" else {}
+    shape: dict[str, Any] = {"batch": 8, "tokens": 1024, "preset": model} if kind == "language" else {}
+    if kind == "sleep" and (rows is not None or sequence is not None):
+        raise UserError(
+            "--rows and --sequence change nothing where stages sleep. Drop them, or --work sleep."
+        )
+    shape |= {name: value for name, value in (("batch", rows), ("tokens", sequence)) if value is not None}
     setting = Work(
         kind=kind,
         stages=count,
