@@ -23,6 +23,7 @@ from slipstream.config.load import from_tree
 sys.path.insert(0, str(ROOT / "tools"))
 import cutover_fit
 import docs_hooks
+import fine_start
 import race_figure
 import size_figure
 import size_fit
@@ -151,13 +152,18 @@ def test_the_picture_of_the_results_shows_what_the_tables_say():
 def test_the_results_give_every_token_penalty_by_both_readings():
     page = (ROOT / "docs/results/net_gain.md").read_text()
     rows = size_figure.penalty_rows()
-    assert len(rows) == 14
+    assert len(rows) == 16
     assert [row for row in rows if row not in page] == []
 
 
 def test_the_page_about_the_cutover_has_the_rows_that_are_computed():
     page = (ROOT / "docs/results/cutover.md").read_text()
     assert [row for row in cutover_fit.rows() if row not in page] == []
+
+
+def test_the_page_about_the_fine_start_has_the_rows_that_are_computed():
+    page = (ROOT / "docs/results/fine_start.md").read_text()
+    assert [row for row in fine_start.rows() if row not in page] == []
 
 
 def test_the_page_about_size_has_the_rows_that_are_computed():

@@ -88,6 +88,8 @@ def penalty_rows() -> list[str]:
         "ef 1/4": "error feedback, a quarter of it old",
         "1/2": "delay, half of it old",
         "1/3": "delay, a third of it old",
+        "ef+fine20": "error feedback and a fine start of 20 %",
+        "ef 1/2+fine20": "error feedback, half of it old, and a fine start of 20 %",
     }
     rows = []
     for setting, study, elsewhere in (
@@ -95,6 +97,7 @@ def penalty_rows() -> list[str]:
         ("8M, B", "b-cutover", ("ef",)),
         ("42M, A", "a-core", ("ef",)),
         ("42M, A", "a-cutover", ("delay",)),
+        ("42M, A", "a-fine", ("delay", "ef", "ef+start20", "ef 1/2", "ef 1/4")),
     ):
         for row in table(study):
             if row.get("optimizer", "muon") != "muon" or row["mode"] not in names or row["mode"] in elsewhere:
