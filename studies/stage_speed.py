@@ -100,7 +100,7 @@ NARROW_SUMS, GRAPHS = "train.gradient_dtype=bfloat16", "train.cuda_graphs=true"
 FP8, FP8_BY_ROW = "train.fp8=tensorwise", "train.fp8=rowwise"
 # The first is for a CPU too, but no rehearsal: it compiles.
 ON_A_GPU = {STAGE, NARROW_SUMS, GRAPHS, FP8, FP8_BY_ROW}
-JOINED = ("slipstream.models.llama.JOINED_QKV", True)
+APART = ("slipstream.models.llama.Attention._can_join", lambda _: False)  # q, k and v as three products
 ONLINE = ("slipstream.models.loss.ONLINE_LSE", True)
 LARGE = ("slipstream.models.loss._HEAD_VALUES", 1 << 30)  # 2 GiB of logits and as much of their gradient
 # Products are chosen by timing, so never in a run that is to repeat its bits.
@@ -110,7 +110,7 @@ CANDIDATES = {
     "base": Candidate(),
     "cudnn": Candidate((CUDNN,)),
     "flash": Candidate(("train.attention=flash",)),
-    "joined": Candidate(constants=(JOINED,)),
+    "apart": Candidate(constants=(APART,)),
     "online": Candidate(constants=(ONLINE,)),
     "chunked_loss": Candidate((CHUNKED,)),
     "chunked_loss_large": Candidate((CHUNKED,), constants=(LARGE,)),
@@ -129,12 +129,10 @@ CANDIDATES = {
     "norm_split": Candidate(inductor=(("triton.mix_order_reduction_autotune_split_size", True),)),
     "stage": Candidate((STAGE,)),
     "stage_cudnn_chunked": Candidate((STAGE, CUDNN, CHUNKED)),
-    "stage_joined": Candidate((STAGE,), constants=(JOINED,)),
-    "stage_joined_chunked_x2": Candidate((STAGE, CHUNKED), rows=2, constants=(JOINED, LARGE)),
+    "stage_chunked_x2": Candidate((STAGE, CHUNKED), rows=2, constants=(LARGE,)),
     "fp8": Candidate((FP8,)),
     "fp8_rowwise": Candidate((FP8_BY_ROW,)),
     "graphs": Candidate((GRAPHS,)),  # seven updates before anything is timed
-    "graphs_joined": Candidate((GRAPHS,), constants=(JOINED,)),
     "descent": Candidate(inductor=(DESCENT,)),
     "autotune": Candidate(inductor=(*PRODUCTS, DESCENT)),  # minutes of compiling
     "base_last": Candidate(),
@@ -158,15 +156,6 @@ def setting_of(shape: Setting, candidate: Candidate) -> Setting:
     )
 
 
-def check_joined(shape: Setting, candidate: Candidate) -> None:
-    """What cannot be joined stays apart without a word, and would be measured as if it had been."""
-    alone = PRESETS[shape.model].qk_norm or {FP8, FP8_BY_ROW} & set(candidate.overrides)
-    if JOINED in candidate.constants and alone:
-        raise ValueError(
-            "nothing to join: products in fp8 and norms on queries and keys keep q, k and v apart"
-        )
-
-
 def measured(shape: Setting, name: str) -> dict[str, Any]:
     """One measurement of `slipstream bench train`, in this process or in one with the candidate's environment."""
     with tempfile.TemporaryDirectory(prefix="stage-speed-") as folder, mock.patch(_INITIALISE, quickly):
@@ -181,7 +170,6 @@ def measured(shape: Setting, name: str) -> dict[str, Any]:
             if any(os.environ.get(key) != value for key, value in candidate.environment):
                 return in_a_process(shape, name, candidate)
             train.write_tokens(data, shape)
-            check_joined(shape, candidate)
             setting = setting_of(shape, candidate)
             with under(candidate, shape.device):
                 found = train_contenders.measure_ours(setting, data, Path(folder), delayed=True)

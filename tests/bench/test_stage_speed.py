@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,7 @@ def test_a_rehearsal_measures_candidates_of_every_kind_and_outlives_one_that_fai
         study.optim, "CONTENDERS", {study.optim.OURS: study.optim.CONTENDERS[study.optim.OURS]}
     )
     out = tmp_path / "out.jsonl"
-    ours = ["base", "joined+online", "chunked_loss_rows_x2", "autotune", "base_last"]
+    ours = ["base", "apart+online", "chunked_loss_rows_x2", "autotune", "base_last"]
     names = ["base", "broken", RIVAL, study.STEPS, *ours[1:]]
     study.run(out, 1e5, study.TINY, names, turns=1)
     rows = {(row["shape"], row["candidate"]): row for row in rows_of(out)}
@@ -101,44 +100,32 @@ class Clock:
 def test_time_is_kept_for_the_last_base_and_nothing_is_begun_that_cannot_end(
     study, tmp_path, monkeypatch, capsys
 ):
-    clock = Clock(study, monkeypatch, {"base": 10, "joined": 20, "pdl": 30, "stage": 8, "base_last": 10})
-    names = ["base", "joined", "pdl", "stage", "base_last"]
+    clock = Clock(study, monkeypatch, {"base": 10, "apart": 20, "pdl": 30, "stage": 8, "base_last": 10})
+    names = ["base", "apart", "pdl", "stage", "base_last"]
     one = {"dense": study.TINY["dense"]}
     study.run(tmp_path / "out.jsonl", 75.0, one, names, turns=1)
     # After 60 s five are left beside the ten of the base.
-    assert clock.begun == [("base", 0), ("joined", 10), ("pdl", 30), ("base_last", 60)]
+    assert clock.begun == [("base", 0), ("apart", 10), ("pdl", 30), ("base_last", 60)]
     assert (
         capsys.readouterr().out.splitlines()[-1]
-        == "dense: base +0.00%, base_last +0.00%, joined -50.00%, pdl -66.67%"
+        == "dense: base +0.00%, base_last +0.00%, apart -50.00%, pdl -66.67%"
     )
 
 
 def test_a_summary_names_what_failed_and_what_has_no_base(study):
     assert study.summary({}) == "nothing was measured"
-    assert study.summary({"joined": [3.0], "pdl": [None]}) == "joined 3 tokens/s, pdl failed"
-    found = study.summary({"base": [100.0, 102.0], "joined": [103.0], "base_last": [99.0]})
-    assert found == "joined +3.00%, base +1.00%, base_last -1.00%"
+    assert study.summary({"apart": [3.0], "pdl": [None]}) == "apart 3 tokens/s, pdl failed"
+    found = study.summary({"base": [100.0, 102.0], "apart": [103.0], "base_last": [99.0]})
+    assert found == "apart +3.00%, base +1.00%, base_last -1.00%"
 
 
 def test_candidates_joined_by_plus_are_set_together(study):
-    both = study.candidate_of("stage+joined+workspace+chunked_loss_rows_x2")
+    both = study.candidate_of("stage+apart+workspace+chunked_loss_rows_x2")
     assert both.overrides == (study.STAGE, study.CHUNKED)
-    assert both.constants == (study.JOINED, study.LARGE)
+    assert both.constants == (study.APART, study.LARGE)
     assert both.rows == 2
     assert dict(both.environment)["CUBLASLT_WORKSPACE_SIZE"] == "131072"
     assert study.candidate_of("base+cublaslt").blas == "cublaslt"
-
-
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [("smollm2-360m", "joined+fp8"), ("smollm2-360m", "fp8_rowwise+stage_joined"), ("qwen3-0.6b", "joined")],
-)
-def test_what_cannot_be_joined_is_no_measurement_of_joined_products(study, model, name):
-    shape = replace(study.SHAPES["360m-1024"], model=model)
-    with pytest.raises(ValueError, match="nothing to join"):
-        study.check_joined(shape, study.candidate_of(name))
-    study.check_joined(shape, study.candidate_of("base"))
-    study.check_joined(study.SHAPES["360m-1024"], study.candidate_of("graphs_joined"))
 
 
 def test_what_a_candidate_sets_exists_and_is_set_inside_only(study):
@@ -146,7 +133,7 @@ def test_what_a_candidate_sets_exists_and_is_set_inside_only(study):
 
     def found():
         return [
-            *(llama.JOINED_QKV, loss.ONLINE_LSE, loss._HEAD_VALUES, config.triton.enable_pdl),
+            *(llama.Attention._can_join, loss.ONLINE_LSE, loss._HEAD_VALUES, config.triton.enable_pdl),
             *(config.max_autotune_gemm, config.coordinate_descent_tuning),
         ]
 
@@ -186,7 +173,7 @@ def test_updates_are_as_large_as_such_models_are_trained_with(study):
 
 def test_a_few_layers_are_compiled_one_by_one_unless_a_candidate_says_otherwise(study):
     shape = study.SHAPES["360m-8-layers"]
-    for name, how in (("base", "layers"), ("joined", "layers"), ("stage_joined", "stage")):
+    for name, how in (("base", "layers"), ("apart", "layers"), ("stage_chunked_x2", "stage")):
         setting = study.setting_of(shape, study.candidate_of(name))
         config = study.train_contenders.config_of(setting, Path("data"), Path("run"), delayed=True)
         assert (config.train.compile, model_config(config.model).layers) == (how, 8)

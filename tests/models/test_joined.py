@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.models import llama
 from slipstream.models.llama import Attention, rotary_table
 from slipstream.models.sizes import ModelConfig
 
@@ -18,8 +17,7 @@ SHAPE = ModelConfig(vocab=61, dim=48, layers=1, heads=6, kv_heads=2, ffn=40)
 
 @pytest.fixture
 def products(monkeypatch):
-    """Joined wherever it can be, although nothing is compiled; the output sides of the products of `F.linear`."""
-    monkeypatch.setattr(llama, "JOINED_QKV", True)
+    """As compiled code computes, without compiling; the output sides of the products of `F.linear`."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     found, linear = [], F.linear
 
@@ -51,16 +49,29 @@ def passed(module, mask=None):
 
 @pytest.mark.parametrize("heads", [(6, 2), (6, 6)], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
-def test_joined_products_give_what_separate_ones_do(heads, masked, products):
+def test_joined_products_give_what_separate_ones_do(heads, masked, products, monkeypatch):
     module = attention(heads=heads[0], kv_heads=heads[1])
     mask = torch.ones(5, 5, dtype=torch.bool).tril() if masked else None
     joined = passed(module, mask)
     assert products == [(heads[0] + 2 * heads[1]) * 8, SHAPE.dim]
-    llama.JOINED_QKV = False
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
     apart = passed(module, mask)
     assert len(products) == 6
     for name, expected in apart.items():
         torch.testing.assert_close(joined[name], expected, rtol=1e-12, atol=1e-13, msg=name)
+
+
+def test_the_backward_does_not_keep_the_joined_product(products):
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        passed(attention())
+    assert 2 * 5 * products[0] * 8 not in kept  # B T and the columns of q, k and v, in float64
+    assert 2 * 5 * SHAPE.kv_heads * SHAPE.head_dim * 8 in kept  # v by itself
 
 
 def test_eager_code_is_as_it_was(products, monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slipstream.config import load
-from slipstream.models import llama, loss
+from slipstream.models import loss
 from slipstream.models.loss import TokenLoss
 from slipstream.models.sizes import ModelConfig
 from slipstream.models.stages import build_model
@@ -65,8 +65,7 @@ def test_the_microbatches_of_a_fine_start_are_compiled_for_their_own_size(graphs
     assert any("SymInt" in graph.code for graph in graphs) != fixed
 
 
-def test_joined_products_are_compiled_and_eager_ones_are_apart(graphs, monkeypatch):
-    monkeypatch.setattr(llama, "JOINED_QKV", True)
+def test_joined_products_are_compiled_and_eager_ones_are_apart(graphs):
     plain = build_model(SHAPE, 0)
     replica = copy.deepcopy(plain)
     tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(0))

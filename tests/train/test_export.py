@@ -67,7 +67,6 @@ def test_logits_of_joined_products_are_those_of_transformers(name, tmp_path, mon
     joined = []
     own = llama.Attention._joined
     monkeypatch.setattr(llama.Attention, "_joined", lambda *args: joined.append(1) or own(*args))
-    monkeypatch.setattr(llama, "JOINED_QKV", True)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with torch.no_grad():
         ours = model(tokens)

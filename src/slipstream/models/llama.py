@@ -17,9 +17,6 @@ from torch import Tensor, nn
 
 from slipstream.models.sizes import ModelConfig
 
-# Compiled code multiplies with q, k and v at once. Off, and no setting: `studies/stage_speed.py` is to measure it.
-JOINED_QKV = False
-
 
 class RMSNorm(nn.Module):
     """y = w * x / sqrt(mean(x^2) + eps), the mean in float32 at least."""
@@ -93,8 +90,9 @@ class Attention(nn.Module):
         return self.o(out.transpose(1, 2).reshape(b, t, -1))
 
     def _can_join(self) -> bool:
-        """Plain products of plain tensors: what another library has put here (fp8, shards) is called as it is."""
-        if not (JOINED_QKV and torch.compiler.is_compiling()) or self.qk_norm:
+        """In compiled code, where it is faster (docs/notes/trainer.md), and of plain products of plain tensors: what
+        another library has put here (fp8, shards) is called as it is."""
+        if not torch.compiler.is_compiling() or self.qk_norm:
             return False
         linears = (self.q, self.k, self.v)
         return all(
@@ -103,13 +101,13 @@ class Attention(nn.Module):
 
     def _joined(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q and k rotated, and v, of one product and one rotation; so the gradient of x is one product too. Parameters
-        stay apart. The backward keeps all that the product made for the sake of v, and the joined weight."""
+        stay apart. v is copied, or the backward would keep all that the product made for its sake."""
         b, t, _ = x.shape
         joined = F.linear(x, torch.cat((self.q.weight, self.k.weight, self.v.weight)))
         turning = self.heads + self.kv_heads
         qk, v = joined.view(b, t, -1, self.head_dim).split((turning, self.kv_heads), dim=2)
         q, k = rotate(qk, cos, sin).split((self.heads, self.kv_heads), dim=2)
-        return q, k, v
+        return q, k, v.clone()
 
 
 class MLP(nn.Module):
