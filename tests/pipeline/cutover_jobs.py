@@ -59,8 +59,8 @@ def many(world, cases):
     return [one(world, groups=range(length(case)), **case) for case in cases]
 
 
-def one(world, groups=range(GROUPS), state=None, snapshot=None, poisoned=None, **options):
-    schedule = jobs.build(world, m=M, **options)
+def one(world, groups=range(GROUPS), state=None, snapshot=None, poisoned=None, m=M, **options):
+    schedule = jobs.build(world, m=m, **options)
     taken = []
     if snapshot is not None:
         schedule.after_update = lambda g: (
@@ -73,7 +73,7 @@ def one(world, groups=range(GROUPS), state=None, snapshot=None, poisoned=None, *
     def bad(output, target):
         nonlocal count
         count += 1
-        return plain(output, target) * (float("nan") if (count - 1) // M == poisoned else 1.0)
+        return plain(output, target) * (float("nan") if (count - 1) // m == poisoned else 1.0)
 
     schedule.loss_fn = bad if poisoned is not None else plain
     losses = [loss for group in groups for loss in jobs.step(world, schedule, group, rows=ROWS)]

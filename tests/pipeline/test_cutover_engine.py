@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 
-from pipeline import tiny
+from pipeline import reference, tiny
 from pipeline.cutover_jobs import GROUPS, ROWS, M, cases_at, length, muon, swings
 from pipeline.test_runtime import assert_same, join
 from slipstream import Emulator, StageError, UserError, merge_states
@@ -52,6 +52,26 @@ def test_a_state_loads_into_another_depth(pool, before, after, ways):
         head = join(pool.run("pipeline.cutover_jobs:one", range(stop), ranks=before, **case))
         tail = join(pool.run("pipeline.cutover_jobs:one", range(stop, GROUPS), head[3], ranks=after, **case))
         assert_same((head[0] + tail[0], tail[1]), emulate(**case))
+
+
+def test_a_state_goes_on_in_larger_microbatches(pool):
+    """A fine start: the first three groups are cut into twice as many, of which as many are old."""
+    case, fine = {**EF, "cutover": 4}, 3
+    head = join(pool.run("pipeline.cutover_jobs:one", range(fine), ranks=3, m=2 * M, **case))
+    tail = join(pool.run("pipeline.cutover_jobs:one", range(fine, GROUPS), head[3], ranks=3, **case))
+    found, master = reference.train(
+        tiny.Model(tied=True),
+        [tiny.batch(g, rows=ROWS) for g in range(GROUPS)],
+        lambda g: 2 * M if g < fine else M,
+        tiny.loss_fn,
+        tiny.adamw,
+        lam=1.0,
+        clip=EF["max_grad_norm"],
+        cutover=lambda g: 4,
+    )
+    assert head[0] + tail[0] == pytest.approx(found, rel=1e-5)
+    for name, parameter in master.named_parameters():
+        torch.testing.assert_close(tail[1][name], parameter.detach(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("cutover", [1, 3, 5, swings])
