@@ -10,9 +10,10 @@ from tests.train.conftest import assert_equal_weights
 
 from pipeline import reference
 from slipstream.config import load, resolve
-from slipstream.errors import ConfigError
-from slipstream.train import build, fine
+from slipstream.errors import ConfigError, HealthError
+from slipstream.train import assemble, build, cutovers, fine
 from slipstream.train.banner import banner, facts
+from slipstream.train.claim import memory_of
 from slipstream.train.cutovers import expected
 from slipstream.train.sources import datasets
 
@@ -89,6 +90,73 @@ def test_without_checkpoints_it_is_handed_over_in_memory(runs, whole, layout):
     runs.train("run", *layout, *FINE, "checkpoint.keep=0", "checkpoint.every=0")
     assert losses(runs, "run") == losses(whole, "run")
     assert not list((runs.folder / "run").glob("checkpoints/step-*"))
+    assert not memory_of(runs.folder / "run").exists()
+    assert not runs.events("run", "warning")
+    runs.train("run", *layout, *FINE, "checkpoint.keep=0", "checkpoint.every=0")
+    assert losses(runs, "run") == losses(whole, "run")  # it had ended, and stays so
+    assert len(runs.events("run", "start")) == 2
+
+
+def test_memory_that_a_killed_run_left_is_given_back_where_it_has_ended(runs):
+    settings = [EMULATE, *FINE, "checkpoint.keep=0", "checkpoint.every=0"]
+    runs.train("run", *settings)
+    (memory_of(runs.folder / "run") / "step-00000005").mkdir(parents=True)
+    assert runs.train("run", *settings)["reason"] == "finished"
+    assert not memory_of(runs.folder / "run").exists()
+
+
+@pytest.mark.parametrize("layout", [[EMULATE], ["pipeline.stages=2"]])
+def test_a_stop_at_the_end_of_the_start_is_one(runs, whole, layout):
+    """A callback says it once, when it hears of the fifth update: of stages, the sixth is under way by then."""
+    callback = "train.callback=tests.train.own:stop_at_five"
+    early = "pipeline.stages=2" in layout
+    settings = [*layout, *FINE, *(["pipeline.fine_start=6"] if early else [])]
+    stopped = runs.train("run", *settings, callback)
+    assert (stopped["reason"], stopped["step"]) == ("signal", 6 if early else 5)
+    assert [event["microbatches"] for event in runs.events("run", "start")] == [8]
+    runs.train("run", *settings)
+    if not early:
+        assert losses(runs, "run") == losses(whole, "run")
+
+
+def test_a_run_that_is_made_longer_keeps_the_start_that_it_had(runs):
+    share = [EMULATE, *FINE, "pipeline.fine_start=0.5"]
+    runs.train("run", *share)
+    runs.train("run", *share, "train.steps=20")
+    starts = [(event["step"], event["microbatches"]) for event in runs.events("run", "start")]
+    assert starts == [(0, 8), (6, 4), (12, 4)]
+    assert load(runs.folder / "run/config.toml").pipeline.fine_start == 0.5
+    runs.train("run", *share, "train.steps=24")
+    assert [event["step"] for event in runs.events("run", "start")] == [0, 6, 12, 20]
+
+
+def test_a_fork_without_a_fine_start_has_a_cutover_of_its_own(runs, whole):
+    shutil.copytree(whole.folder / "run", runs.folder / "run")
+    start = f"run.fork_from={runs.folder / 'run/checkpoints/step-00000004'}"
+    runs.train("fork", "pipeline.stages=2", "pipeline.cutover=", start)
+    assert load(runs.folder / "fork/config.toml").pipeline.cutover == 3
+
+
+def test_what_watched_the_start_goes_on_watching(runs, monkeypatch):
+    """Four updates in a row are not finite, two of them in the start: with three in a row a run gives up."""
+    from train import jobs
+
+    jobs.poison(monkeypatch.setattr, dict.fromkeys((3, 4, 5), "nan"))
+    with pytest.raises(HealthError, match="3 updates in a row"):
+        runs.train("run", EMULATE, *FINE, "health.max_skipped=3")
+
+
+def test_trackers_hear_of_the_run_and_not_of_its_stretches(runs, monkeypatch):
+    told = []
+    monkeypatch.setattr(assemble, "open_trackers", lambda config, *_: told.append(config) or [])
+    runs.train("run", EMULATE, *FINE)
+    assert [config.pipeline.microbatches for config in told] == [4, 4]
+
+
+def test_the_start_says_what_it_waits_for():
+    made = resolved("pipeline.stages=4", "pipeline.fine_start=0.25", "pipeline.cutover=4")
+    (finer,) = [text for text in cutovers.waits(made, None) if "of 32 microbatches" in text]
+    assert "4 stages need 5" in finer
 
 
 def test_data_ranks_share_finer_microbatches(runs):
@@ -162,6 +230,10 @@ def test_it_is_shown():
         (["pipeline.fine_start=9", "pipeline.cutover=0"], "changes nothing with pipeline.cutover = 0 of 32"),
         (["pipeline.fine_start=9", "pipeline.cutover=33"], "from 0 .synchronous. to 32"),
         (["pipeline.fine_start=400"], "is the whole run of train.steps = 400"),
+        (["pipeline.fine_start=1"], "is 1 of train.steps = 400 updates, and changes nothing"),
+        (["pipeline.fine_start=0.001"], "is 0 of train.steps = 400 updates"),
+        (["pipeline.fine_start=9", "optim.sync_start=8"], "optim.sync_start = 8 flushes its updates"),
+        (["pipeline.fine_start=9", "pipeline.microbatch_size=1"], "multiple of one of those.$"),
         (
             ["pipeline.fine_start=9", "optim.correction=delay_compensation"],
             "does not go with optim.correction",

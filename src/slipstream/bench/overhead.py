@@ -32,7 +32,7 @@ import torch
 from slipstream.config import Config, from_tree, load, resolve
 from slipstream.distributed import RankPool, World
 from slipstream.errors import UserError
-from slipstream.train import batches
+from slipstream.train import batches, fine
 from slipstream.train.assemble import assemble, position_of
 from slipstream.train.board import Board
 from slipstream.train.engine import losses_of
@@ -148,9 +148,9 @@ def _quiet(config: Config, folder: Path, steps: int) -> Config:
     are too short to try depths, it has the least."""
     on_gpu = config.train.device != "cpu" and torch.cuda.is_available()
     in_flight = config.pipeline.in_flight or (config.stages if on_gpu else None)
-    return config.changed(
+    return fine.stretch(config, config.train.steps).changed(
         run={"dir": str(folder)},
-        pipeline={"in_flight": in_flight},
+        pipeline={"in_flight": in_flight, "fine_start": 0.0, "fine_microbatches": None},
         train={"steps": steps, "eval_every": 0, "eval_batches": 1, "sample_tokens": 0},
         checkpoint={"every": 0, "keep": 0},
     )

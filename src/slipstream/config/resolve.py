@@ -83,7 +83,8 @@ def _fine_microbatches(config: Config, problems: list[str]) -> int | None:
     if parts is None:
         problems.append(
             f"pipeline.fine_start = {pipeline.fine_start:g}: microbatches of pipeline.microbatch_size = {rows} cannot "
-            "be cut into 4, 3 or 2 equal ones. Make it a multiple of one of those, or name pipeline.fine_microbatches."
+            "be cut into 4, 3 or 2 equal ones. Make it a multiple of one of those"
+            + (", or name pipeline.fine_microbatches." if rows > 1 else ".")
         )
         return None
     return parts * m

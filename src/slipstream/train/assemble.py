@@ -60,9 +60,13 @@ def assemble(
     plan: Plan,
     board: Board,
     command: str = "",
+    before: Monitor | None = None,
 ) -> Iterator[RunParts]:
-    """Build everything this rank needs in the stretch that begins now; it is closed at the end."""
-    whole, config = config, fine.stretch(config, plan.step)
+    """Build everything this rank needs in the stretch that begins now; it is closed at the end. `before`: what has
+    watched the stretch before it."""
+    whole = config
+    has_start = fine.kept(whole, plan.fine_updates)
+    config, end = fine.stretch(has_start, plan.step), fine.end_of_stretch(has_start, plan.step)
     model = build.shape(config, data)
     device = build.device(config, 0 if world is None else world.local_rank)
     train_data, valid_data = datasets(config, data)
@@ -91,6 +95,8 @@ def assemble(
         for text in plan.notes:
             warn(plan.step, text)
         monitor = Monitor(config.health.spike, config.health.max_skipped, _first_checkpoint(config, plan))
+        if before is not None:
+            monitor.go_on(before)
         own = isinstance(model, OwnModel)  # what it computes is not known
         flops = 0.0 if own else flops_per_token(model, config.data.sequence)
         meter = Meter(
@@ -106,7 +112,7 @@ def assemble(
             stack.callback(memory.close)
         yield RunParts(
             config=config,
-            end=fine.end_of_stretch(config, plan.step),
+            end=end,
             model=model,
             position=position,
             engine=engine,
@@ -132,6 +138,7 @@ def assemble(
             show=show,
             meta={
                 "config": whole.model_dump(),
+                "fine_updates": fine.length(has_start),
                 "model": model.describe() if isinstance(model, OwnModel) else dataclasses.asdict(model),
                 "data_folder": str((data or Path()).resolve()),
                 "data_fingerprint": plan.data_fingerprint,
@@ -229,7 +236,7 @@ def _open_records(
     if data is not None and (data / TOKENIZER_FILE).is_file():
         with contextlib.suppress(shutil.SameFileError):  # a run in the folder of its data
             shutil.copyfile(data / TOKENIZER_FILE, folder / TOKENIZER_FILE)
-    recorder = Recorder(folder, open_trackers(config, folder, plan.step), config.train.disk_seconds)
+    recorder = Recorder(folder, open_trackers(whole, folder, plan.step), config.train.disk_seconds)
     stack.callback(recorder.close)
     resumed = plan.source is not None and not (plan.forked or plan.recut)
     recorder.write(

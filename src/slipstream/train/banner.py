@@ -57,11 +57,11 @@ def _own(config: Config) -> tuple[str | None, str]:
 
 def _schedule(config: Config) -> str:
     start = fine.length(config)
+    text = _stretch(fine.stretch(config, start))
     if not start:
-        return _stretch(config)
+        return text
     first = fine.stretch(config, 0).pipeline
-    finer = f"the first {start:,} updates m={first.microbatches}, c={first.cutover}"
-    return f"{_stretch(fine.stretch(config, start))}; {finer}"
+    return f"{text}; the first {start:,} updates m={first.microbatches}, c={first.cutover}"
 
 
 def _stretch(config: Config) -> str:

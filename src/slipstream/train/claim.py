@@ -75,6 +75,9 @@ def _starts(path: Path, looks_right: Callable[[bytes], bool]) -> bool:
     return not line or looks_right(line)
 
 
+_WITHOUT_MEMORY = "Set checkpoint.memory_every=0 and checkpoint.every lower; with pipeline.fine_start also checkpoint.keep=1."
+
+
 def memory_of(folder: Path) -> Path:
     """Where the checkpoints of the run in `folder` are that are kept in memory (`in_memory.py`)."""
     name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
@@ -85,20 +88,18 @@ def claim_memory(folder: Path, machines: int) -> Path:
     """Before the first one is written: a place that nobody else can read or write."""
     if machines > 1:
         raise UserError(
-            f"Checkpoints in memory (checkpoint.memory_every, and pipeline.fine_start with checkpoint.keep=0) need all "
-            f"ranks on one machine, and these are on {machines}: a machine that is lost takes its part along. Set "
-            "checkpoint.memory_every=0, checkpoint.every lower and checkpoint.keep to 1 or more."
+            f"Checkpoints in memory need all ranks on one machine, and these are on {machines}: a machine that is lost "
+            f"takes its part along. {_WITHOUT_MEMORY}"
         )
     root = memory_of(folder)
     try:
         root.parent.mkdir(mode=0o700, exist_ok=True)
         about = root.parent.lstat()
     except OSError as error:
-        raise UserError(
-            f"checkpoint.memory_every needs {SHARED_MEMORY}: {error}. Set checkpoint.memory_every=0."
-        ) from None
+        raise UserError(f"Checkpoints in memory need {SHARED_MEMORY}: {error}. {_WITHOUT_MEMORY}") from None
     if root.parent.is_symlink() or about.st_uid != os.getuid() or about.st_mode & 0o077:
         raise UserError(
-            f"'{root.parent}' is not this user's alone. Remove it, or set checkpoint.memory_every=0."
+            f"Checkpoints in memory need '{root.parent}', which is not this user's alone. Remove it. Or: "
+            + _WITHOUT_MEMORY
         )
     return root

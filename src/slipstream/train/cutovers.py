@@ -12,6 +12,7 @@ from slipstream.config import changes as all_changes
 from slipstream.schedule.costs import Costs
 from slipstream.schedule.cutover import FELT, default_cutover
 from slipstream.schedule.steady import steady
+from slipstream.train import fine
 from slipstream.train.claim import has_checkpoints, last_started, run_of
 
 _FORWARD, _BACKWARD = 1.0, 2.0
@@ -23,7 +24,7 @@ def with_cutover(config: Config, stored: Config | None) -> Config:
     pipeline = config.pipeline
     if pipeline.cutover is not None or config.synchronous or pipeline.delay != 1:
         return config
-    same = stored is not None and stored.pipeline.microbatches == pipeline.microbatches
+    same = stored is not None and _cut(stored) == _cut(config)
     if stored is not None and same and not stored.synchronous and stored.pipeline.delay == 1:
         kept = stored.pipeline.cutover
         all_old = stored.pipeline.microbatches if pipeline.schedule == "2bw" else None
@@ -34,6 +35,10 @@ def with_cutover(config: Config, stored: Config | None) -> Config:
     # A correction of the gradient itself needs the whole group at one bank.
     apart = config.optim.correction == "delay_compensation"
     return decided(config, m if apart else default_cutover(config.stages, pipeline.most_microbatches))
+
+
+def _cut(config: Config) -> tuple[int, int]:
+    return config.pipeline.microbatches, config.pipeline.most_microbatches
 
 
 def expected(config: Config) -> Config:
@@ -63,11 +68,19 @@ def _named(config: Config) -> Config:
 def waits(config: Config, before: Config | None) -> list[str]:
     """A sentence where these stages have to wait at the cutover, with the figure of what that costs; nothing where the
     run has been started like this before (`before`: as it was started last)."""
+    if before is not None and _layout(before) == _layout(config):
+        return []
+    start = fine.length(config)
+    stretches = [fine.stretch(config, start), *([fine.stretch(config, 0)] if start else [])]
+    return [text for stretch in stretches for text in _waits_of(stretch)]
+
+
+def _waits_of(config: Config) -> list[str]:
     pipeline, cutover = config.pipeline, config.pipeline.cutover
     if pipeline.schedule != "2bw" or not isinstance(cutover, int) or pipeline.stages is None:
         return []
     usual = default_cutover(pipeline.stages, pipeline.microbatches)
-    if cutover >= usual or (before is not None and _layout(before) == _layout(config)):
+    if cutover >= usual:
         return []
     waiting, free = (
         _time(pipeline.stages, pipeline.microbatches, old, pipeline.in_flight) for old in (cutover, usual)

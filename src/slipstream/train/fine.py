@@ -3,7 +3,8 @@
 The cutover is a number of microbatches, c, which the pipeline's depth asks for. Cut into more of them an update is old
 in a smaller part, c / m, without a flush; smaller microbatches keep a device less busy, so it is done where delay costs
 most. A run with a fine start is two stretches of one trajectory: they differ in how an update is cut and in nothing
-else, and between them the run goes on from a checkpoint, as it would after an interruption.
+else (but that a balance loss of experts is taken over a microbatch), and between them the run goes on from a
+checkpoint, as it would after an interruption.
 """
 
 from __future__ import annotations
@@ -15,6 +16,12 @@ from slipstream.config.settings import updates
 def length(config: Config) -> int:
     """Updates of the fine start; 0: there is none."""
     return updates(config.pipeline.fine_start, config.train.steps)
+
+
+def kept(config: Config, length: int | None) -> Config:
+    """`config` with the fine start that its run has had from the first: of a run that is made longer a share would be
+    another number of updates, and may lead back into the start. None: it has none yet."""
+    return config if length is None else config.changed(pipeline={"fine_start": float(length)})
 
 
 def end_of_stretch(config: Config, step: int) -> int:

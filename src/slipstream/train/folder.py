@@ -28,7 +28,7 @@ from slipstream.config import Change, Config, from_tree, to_toml
 from slipstream.errors import CheckpointError, DiskError, InUseError, UserError
 from slipstream.metrics.events import EVENTS_FILE, number, read_run
 from slipstream.metrics.record import Cut, cut_back, finished_at, has_event
-from slipstream.train import checkpoint, cutovers, in_memory, provenance
+from slipstream.train import checkpoint, cutovers, fine, in_memory, provenance
 from slipstream.train.build import learning_rate
 from slipstream.train.claim import LOCK_FILE, last_started, refuse_foreign
 from slipstream.train.own_model import changed_description
@@ -53,6 +53,7 @@ class Plan:
     notes: Sequence[str] = ()
     validate: bool = False  # a kill came between the checkpoint of `step` and its validation
     cutover: int | float | list[int] | None = None  # what pipeline.cutover is for this run
+    fine_updates: int | None = None  # of the fine start that the run has had; None: a new run
     validations: Sequence[tuple[int, float]] = ()  # (step, loss) so far
     data_contents: Mapping[str, str] = field(default_factory=dict)  # every byte of a split, as a hash
     stages: int | None = None  # asked for; an elastic run may have fewer at the moment
@@ -115,17 +116,24 @@ def plan(
     data_fingerprint: str,
     contents: Mapping[str, str] | None = None,
     remote: Remote | None = None,
+    *,
+    recut: bool = False,
 ) -> Plan:
-    """Look at what the folder holds and decide. Call with the lock held. `contents`: of the data, by split."""
+    """Look at what the folder holds and decide. Call with the lock held. `contents`: of the data, by split; `recut`:
+    this run goes on at once, from what it has just handed over."""
     notes: list[str] = []
     new = Plan(data_fingerprint=data_fingerprint, data_contents=dict(contents or {}))
     root = checkpoints(folder)
     checkpoint.sweep(root)
     found, copy = _newest(root, remote, notes)
+    if found is None and not config.checkpoint.keep and (ended := _ended(folder, config, new)) is not None:
+        in_memory.forget(folder)
+        return ended
     near = in_memory.newest(folder, notes.append)
     if near is not None and (found is None or near[1].step > found[1].step):
         found, copy = near, None
-        notes.append(f"Going on from the checkpoint of step {near[1].step} in memory.")
+        if not recut:
+            notes.append(f"Going on from the checkpoint of step {near[1].step} in memory.")
     in_memory.forget(folder, but=found[0] if found is not None and found is near else None)
     if found is None:
         return _ended(folder, config, new) or _begin(folder, config, new, notes)
@@ -143,7 +151,8 @@ def plan(
     if copy is not None and remote is not None:
         remote.restore_log(copy, folder)
     step, offset, every = manifest.step, manifest.says("data_offset", int), config.train.eval_every
-    had = from_tree(manifest.says("config", dict)).train
+    stored = from_tree(manifest.says("config", dict))
+    had = stored.train
     # A run that train.patience ended is finished until that, or its length, is changed.
     same = (config.train.patience, config.train.steps) == (had.patience, had.steps)
     trained = step >= config.train.steps or (bool(config.train.patience) and same)
@@ -166,10 +175,17 @@ def plan(
         notes=notes,
         validate=missed,
         cutover=config.pipeline.cutover,
+        fine_updates=_fine_updates(manifest, stored, config),
         validations=[] if finished else _validations(folder, step),
         lost_steps=cut.steps,
         heard_of=cut.until,
     )
+
+
+def _fine_updates(manifest: checkpoint.Manifest, stored: Config, config: Config) -> int | None:
+    if stored.pipeline.fine_start != config.pipeline.fine_start:  # dropped by run.switch
+        return None
+    return manifest.meta.get("fine_updates", fine.length(stored))
 
 
 def _newest(

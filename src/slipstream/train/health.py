@@ -45,6 +45,10 @@ class Monitor:
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _skipped_in_a_row: int = 0
 
+    def go_on(self, before: Monitor) -> None:
+        """With what another one has seen, of the same run."""
+        self._recent, self._skipped_in_a_row = before._recent, before._skipped_in_a_row
+
     def observe(self, step: int, loss: float, skipped: bool) -> str | None:
         """A warning in words, if this step deserves one."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0

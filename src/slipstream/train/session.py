@@ -30,6 +30,7 @@ from slipstream.train.board import Board, beating
 from slipstream.train.claim import last_started
 from slipstream.train.elastic import fitted
 from slipstream.train.folder import Plan
+from slipstream.train.health import Monitor
 from slipstream.train.remote import remote_of
 from slipstream.train.reporter import Position
 from slipstream.train.sources import data_folder, datasets
@@ -56,13 +57,14 @@ def run_rank(
     data = data_folder(config)
     rolled: Rollback | None = None
     reason = ""  # why the last attempt ended
+    monitor: Monitor | None = None  # of the stretch before
     with stop_signals(told) as asked, folders.disk_errors(Path(config.run.dir)), ExitStack() as held:
         for attempt in itertools.count():
             own_board = board.under(f"attempt-{attempt}")
             if not reason and position.leader:
                 _take(Path(config.run.dir), own_board, held)
-            plan = _agree_on_plan(asked_for, config, position, data, own_board, rolled)
-            plan = dataclasses.replace(plan, recut=reason == "recut")
+            recut = reason == "recut"
+            plan = _agree_on_plan(asked_for, config, position, data, own_board, rolled, recut)
             if plan.finished:
                 if position.leader:
                     closing.say_finished(config, plan.step)
@@ -70,7 +72,10 @@ def run_rank(
             if started_by_torchrun() and world is not None and config.checkpoint.keep > 0:
                 plan = _with_folders(config, position, plan, own_board)
             config = cutovers.decided(config, plan.cutover)
-            outcome = _attempt(config, world, position, data, plan, own_board, asked, command)
+            before = monitor if recut else None
+            outcome, monitor = _attempt(
+                config, world, position, data, plan, own_board, asked, command, before
+            )
             reason = outcome.reason
             if reason not in ("rollback", "recut"):
                 return dataclasses.asdict(outcome)
@@ -111,8 +116,9 @@ def _attempt(
     board: Board,
     asked: threading.Event,
     command: str,
-) -> Outcome:
-    with assemble(config, world, position, data, plan, board, command) as parts:
+    before: Monitor | None,
+) -> tuple[Outcome, Monitor]:
+    with assemble(config, world, position, data, plan, board, command, before) as parts:
         try:
             outcome = train(parts, plan.step, plan.data_offset, asked, validate_first=plan.validate)
             parts.engine.close()  # with the other ranks, which do not wait for the report
@@ -120,7 +126,7 @@ def _attempt(
         except Exception as error:
             closing.record_failure(parts, error)
             raise
-    return outcome
+    return outcome, parts.monitor
 
 
 def _take(folder: Path, board: Board, held: ExitStack) -> None:
@@ -139,6 +145,7 @@ def _agree_on_plan(
     data: Path | None,
     board: Board,
     rolled: Rollback | None,
+    recut: bool,
 ) -> Plan:
     """The leader decides; the others take its word."""
     folder = Path(config.run.dir)
@@ -154,10 +161,12 @@ def _agree_on_plan(
             with beating(board, "planning"):  # large checkpoints, and new data, take a while
                 contents = {"training": train_data.contents(), "validation": valid_data.contents()}
                 before = last_started(folder)
-                plan = folders.plan(folder, asked_for, train_data.fingerprint(), contents, remote)
+                plan = folders.plan(
+                    folder, asked_for, train_data.fingerprint(), contents, remote, recut=recut
+                )
                 notes = cutovers.waits(cutovers.decided(config, plan.cutover), before)
                 stages = asked_for.pipeline.stages
-                plan = dataclasses.replace(plan, notes=(*plan.notes, *notes), stages=stages)
+                plan = dataclasses.replace(plan, notes=(*plan.notes, *notes), stages=stages, recut=recut)
             if rolled is not None:
                 note = (
                     f"Rolled back to step {plan.step} because of step {rolled.failed_at}; the data groups up to "

@@ -107,7 +107,8 @@ def train(
         saver.check_hashes(finish=True)
         tracing.finish()
         profiling.finish()
-        reason = "finished" if step == total or ended_early else _agree_on_reason(parts, step)
+        stopped = asked.is_set() or reporter.stop_asked
+        reason = "finished" if step == total or ended_early else _agree_on_reason(parts, step, stopped)
         if reason == "recut":
             saver.hand_over(step)
         elif reason != "rollback":
@@ -124,8 +125,8 @@ def train(
             except CheckpointError:  # it was said when it failed
                 if reason == "recut" and not config.checkpoint.keep:
                     raise
-            if parts.position.leader and reason not in ("rollback", "recut"):
-                in_memory.forget(Path(config.run.dir))  # the disk has a newer one
+        if parts.position.leader and reason not in ("rollback", "recut"):
+            in_memory.forget(Path(config.run.dir))  # the disk has a newer one, or there is to be none
     return Outcome(step, reason, loss, parts.monitor.failed_at if reason == "rollback" else None)
 
 
@@ -247,13 +248,13 @@ class _Saver:
                 raise StageError(problem)
 
 
-def _agree_on_reason(parts: RunParts, step: int) -> str:
-    """All ranks stopped at the same step; the leader says why."""
+def _agree_on_reason(parts: RunParts, step: int, stopped: bool) -> str:
+    """All ranks stopped at the same step; the leader says why. `stopped`: this rank was asked to."""
     if parts.position.leader:
         with contextlib.suppress(CheckpointError):  # reported already
             parts.writer.finish()  # the checkpoint to go back to may still be on its way to the disk
         if parts.monitor.failed_at is None:
-            reason = "recut" if step == parts.end else "signal"
+            reason = "recut" if step == parts.end and not stopped else "signal"
         elif parts.config.health.rollback and checkpoint.committed(parts.root):
             reason = "rollback"
         else:
