@@ -75,7 +75,7 @@ def _starts(path: Path, looks_right: Callable[[bytes], bool]) -> bool:
     return not line or looks_right(line)
 
 
-_WITHOUT_MEMORY = "Set checkpoint.memory_every=0 and checkpoint.every lower; with pipeline.fine_start also checkpoint.keep=1."
+_ON_DISK = "Set checkpoint.memory_every=0, checkpoint.every lower and checkpoint.keep=1 or more."
 
 
 def memory_of(folder: Path) -> Path:
@@ -89,17 +89,17 @@ def claim_memory(folder: Path, machines: int) -> Path:
     if machines > 1:
         raise UserError(
             f"Checkpoints in memory need all ranks on one machine, and these are on {machines}: a machine that is lost "
-            f"takes its part along. {_WITHOUT_MEMORY}"
+            f"takes its part along. {_ON_DISK}"
         )
     root = memory_of(folder)
     try:
         root.parent.mkdir(mode=0o700, exist_ok=True)
         about = root.parent.lstat()
     except OSError as error:
-        raise UserError(f"Checkpoints in memory need {SHARED_MEMORY}: {error}. {_WITHOUT_MEMORY}") from None
+        raise UserError(f"Checkpoints in memory need {SHARED_MEMORY}: {error}. {_ON_DISK}") from None
     if root.parent.is_symlink() or about.st_uid != os.getuid() or about.st_mode & 0o077:
         raise UserError(
             f"Checkpoints in memory need '{root.parent}', which is not this user's alone. Remove it. Or: "
-            + _WITHOUT_MEMORY
+            + _ON_DISK
         )
     return root
