@@ -57,6 +57,7 @@ NET = {
     ("ef+start20", 1): "m = P, all old, synchronous start of 20 %",
     ("ef 1/2+fine20", 2): "m = 2P, half old, fine start",
     ("ef 1/2", 2): "m = 2P, half old",
+    ("ef+fine20", 2): "m = 2P, all old, fine start",
     ("ef 1/2+fine20", 3): "m = 3P, half old, fine start",
 }
 
