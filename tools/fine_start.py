@@ -44,10 +44,10 @@ GAPS = {
 DIFFERENCES = {  # what is asked, the mode, and the one that is taken from it
     "all old: what a fine start of 20 % takes off": ("ef", "ef+fine20"),
     "half old: what it takes off": ("ef 1/2", "ef 1/2+fine20"),
-    "all old: it less a quarter old all the time": ("ef+fine20", "ef 1/4"),
-    "all old: it less a synchronous start of 20 %": ("ef+fine20", "ef+start20"),
+    "all old: fine start less a quarter old all the time": ("ef+fine20", "ef 1/4"),
+    "all old: fine start less a synchronous start of 20 %": ("ef+fine20", "ef+start20"),
     "a fine start of 10 %: what it takes off": ("ef", "ef+fine10"),
-    "it less a synchronous start of 10 %": ("ef+fine10", "ef+start10"),
+    "a fine start of 10 % less a synchronous one": ("ef+fine10", "ef+start10"),
     "20 % less 40 %": ("ef+fine20", "ef+fine40"),
     "in halves less in quarters": ("ef+fine20 of 1/2", "ef+fine20"),
 }

@@ -131,5 +131,5 @@ def test_a_place_of_somebody_else_and_several_machines_are_refused(runs, shm):
     with pytest.raises(UserError, match="not this user's alone"):
         claim.claim_memory(runs.folder, 1)
     shutil.rmtree(shm)
-    with pytest.raises(UserError, match=r"needs .*shm"):
+    with pytest.raises(UserError, match=r"need .*shm.* checkpoint.keep=1"):
         claim.claim_memory(runs.folder, 1)

@@ -139,7 +139,7 @@ class PipelineSettings(Settings):
     )
     fine_start: float = _field(
         0.0,
-        "updates at the start whose microbatches are cut finer, so that fewer of them are old; below 1: a share of "
+        "updates at the start that are cut finer, so that a smaller part of each is old; below 1: a share of "
         "train.steps",
         ge=0,
     )

@@ -65,8 +65,8 @@ def assemble(
     """Build everything this rank needs in the stretch that begins now; it is closed at the end. `before`: what has
     watched the stretch before it."""
     whole = config
-    has_start = fine.kept(whole, plan.fine_updates)
-    config, end = fine.stretch(has_start, plan.step), fine.end_of_stretch(has_start, plan.step)
+    as_begun = fine.kept(whole, plan.fine_updates)
+    config, end = fine.stretch(as_begun, plan.step), fine.end_of_stretch(as_begun, plan.step)
     model = build.shape(config, data)
     device = build.device(config, 0 if world is None else world.local_rank)
     train_data, valid_data = datasets(config, data)
@@ -138,7 +138,7 @@ def assemble(
             show=show,
             meta={
                 "config": whole.model_dump(),
-                "fine_updates": fine.length(has_start),
+                "fine_updates": fine.length(as_begun),
                 "model": model.describe() if isinstance(model, OwnModel) else dataclasses.asdict(model),
                 "data_folder": str((data or Path()).resolve()),
                 "data_fingerprint": plan.data_fingerprint,

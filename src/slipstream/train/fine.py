@@ -1,4 +1,4 @@
-"""A fine start: in a run's first updates each microbatch is cut finer, so that fewer of them have to be old.
+"""A fine start: in a run's first updates each microbatch is cut finer, so that a smaller part of an update is old.
 
 The cutover is a number of microbatches, c, which the pipeline's depth asks for. Cut into more of them an update is old
 in a smaller part, c / m, without a flush; smaller microbatches keep a device less busy, so it is done where delay costs
