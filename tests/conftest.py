@@ -26,13 +26,15 @@ gc.disable()  # until all is imported, which is never garbage
 
 # Begun first where several processes share the tests: one that is begun last is waited for by one core alone.
 LONGEST = (
-    "train/test_trainer.py", "study/test_run.py", "train/test_health.py", "pipeline/test_placement.py",
-    "train/test_torch_schedules.py", "pipeline/test_depth_trial.py", "distributed/test_launch.py",
-    "pipeline/test_cutover_engine.py", "train/test_signals.py", "pipeline/test_waits.py", "pipeline/test_cutover.py",
+    "pipeline/test_cutover_engine.py", "train/test_trainer.py", "study/test_run.py", "train/test_health.py",
+    "pipeline/test_placement.py", "train/test_torch_schedules.py", "pipeline/test_depth_trial.py",
+    "distributed/test_launch.py", "train/test_signals.py", "pipeline/test_waits.py", "pipeline/test_cutover.py",
     "test_cli.py", "pipeline/test_runtime.py", "train/test_in_memory.py", "train/test_elastic.py", "test_readme.py",
     "optim/test_delay.py", "pipeline/test_models.py", "train/test_extras.py", "train/test_stalled.py",
-    "plan/test_planner.py", "study/test_sweep.py", "train/test_data_ranks.py", "test_tutorial.py",
-    "train/test_numbers_only.py", "pipeline/test_emulator.py", "pipeline/test_compact.py", "pipeline/test_dcp.py",
+    "bench/test_bench_command.py", "bench/test_stage_speed.py", "train/test_fine_start.py", "train/test_recorded.py",
+    "train/test_compile.py", "plan/test_planner.py", "study/test_sweep.py", "train/test_data_ranks.py",
+    "test_tutorial.py", "train/test_numbers_only.py", "pipeline/test_emulator.py", "pipeline/test_compact.py",
+    "pipeline/test_dcp.py",
 )  # fmt: skip
 
 

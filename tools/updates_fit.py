@@ -13,6 +13,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from power_fit import Powers, Setting, fit, lack_of_fit, local_power, pooled, with_spread
@@ -52,7 +53,8 @@ class Run:
         return self.updates, self.batch, self.parameters
 
 
-def runs() -> list[Run]:
+@cache
+def runs() -> tuple[Run, ...]:
     """The whole runs of the three studies, each once."""
     found = {}
     for study, axis in (("ladder", "size"), ("ladder-length", "updates"), ("ladder-batch", "setting")):
@@ -66,10 +68,11 @@ def runs() -> list[Run]:
             result, gap = results[row["run"]], float(row["loss"]) - reference[row[axis], row["seed"]]
             batch = round(result.tokens / result.steps)
             found[row["run"]] = Run(row["mode"], row["seed"], result.steps, batch, result.parameters, gap)
-    return list(found.values())
+    return tuple(found.values())
 
 
-def setting_a() -> list[Run]:
+@cache
+def setting_a() -> tuple[Run, ...]:
     """42M at two lengths, on another tokenizer and at untuned rates: beside the fit, not in it."""
     results = {result.run: result for result in read_export(RESULTS / "a-length.jsonl.gz")}
     rows = [row for row in table("a-length-runs") if row["batch"] == "16k" and row["loss"]]
@@ -80,7 +83,7 @@ def setting_a() -> list[Run]:
             result, gap = results[row["run"]], float(row["loss"]) - reference[row["updates"], row["seed"]]
             batch = round(result.tokens / result.steps)
             found.append(Run(row["mode"], row["seed"], result.steps, batch, result.parameters, gap))
-    return found
+    return tuple(found)
 
 
 def by_seed(found: Sequence[Run]) -> dict[tuple[str, tuple[int, int, int]], dict[str, float]]:
