@@ -29,20 +29,27 @@ SIMULATED_PER_SCHEDULE = 3
 
 def plan(job: Job) -> Plan:
     """Search, rank, simulate. Raises `UserError` with the nearest layout that works when there is none."""
-    found = _search(job)
-    if found is None:
+    penalty = _penalty_for(job)
+    considered, fitting = _fits(job, penalty)
+    if not fitting:
         raise UserError(nothing_works(job))
-    return found
+    layouts: list[Layout] = []
+    for name in dict.fromkeys(entry.shape.schedule for entry in fitting):
+        layouts += _simulated(job, [entry for entry in fitting if entry.shape.schedule == name])
+    layouts.sort(key=lambda layout: -layout.score)
+    return Plan(job, tuple(layouts), penalty, considered, len(fitting))
 
 
-def _search(job: Job) -> Plan | None:
-    """None where nothing fits: whoever looks for the nearest layout that does asks this many times."""
+def _penalty_for(job: Job) -> Penalty | None:
     state_bytes(job.optimizer)  # a name that nobody knows is no matter of penalties
-    penalty = None
-    if job.schedule is None or not GENERATORS[canonical(job.schedule)].synchronous:  # else nothing is delayed
-        penalty = find_penalty(
-            job.penalties, job.optimizer, job.correction, job.batch_tokens, active_parameters(job.config)
-        )
+    if job.schedule is not None and GENERATORS[canonical(job.schedule)].synchronous:  # nothing is delayed
+        return None
+    size = active_parameters(job.config)
+    return find_penalty(job.penalties, job.optimizer, job.correction, job.batch_tokens, size)
+
+
+def _fits(job: Job, penalty: Penalty | None) -> tuple[int, list[_Fitting]]:
+    """How many shapes there are, and those that fit, the best by closed form first."""
     room = job.cluster.device.room_bytes
     fitter = Fitter(job)
     considered, fitting = 0, []
@@ -57,14 +64,8 @@ def _search(job: Job) -> Plan | None:
                 shape = with_cutover(times, shape)
             tokens = _penalty(job, penalty, shape)
             fitting.append(_Fitting(tokens * estimate(times, shape), tokens, shape, cut, memory, times))
-    if not fitting:
-        return None
     fitting.sort(key=lambda entry: entry.seconds)
-    layouts: list[Layout] = []
-    for name in dict.fromkeys(entry.shape.schedule for entry in fitting):
-        layouts += _simulated(job, [entry for entry in fitting if entry.shape.schedule == name])
-    layouts.sort(key=lambda layout: -layout.score)
-    return Plan(job, tuple(layouts), penalty, considered, len(fitting))
+    return considered, fitting
 
 
 class _Fitting(NamedTuple):
@@ -177,15 +178,14 @@ def _nearest(job: Job, forced: dict[str, object]) -> str:
     for count in range(1, len(forced) + 1):
         found = []
         for freed in combinations(forced, count):
-            relaxed = _free(replace(job, cluster=replace(job.cluster, jitter=0.0)), freed)
+            relaxed = _free(job, freed)
             try:
-                result = _search(relaxed)
+                _, fitting = _fits(relaxed, _penalty_for(relaxed))
             except UserError:  # another schedule would need a token penalty that no one has measured
                 continue
-            if result is not None:
-                found.append(result.best)
+            found += fitting[:1]
         if found:
-            best = max(found, key=lambda layout: layout.score).shape
+            best = min(found, key=lambda entry: entry.seconds).shape
             size = f" (--microbatch-size {best.microbatch_size * best.data_ranks})"
             return f"The nearest layout that works: {describe(best)}{size if 'microbatch_size' in forced else ''}."
     return nothing_works(_free(job, forced))
@@ -199,7 +199,7 @@ def _free(job: Job, names: Iterable[str]) -> Job:
 def _more_devices(job: Job) -> str:
     for factor in (2, 4, 8, 16, 32):
         larger = replace(job, cluster=replace(job.cluster, devices=job.cluster.devices * factor))
-        if (found := _search(larger)) is None:
-            continue
-        return f"The nearest that works: {larger.cluster.devices} devices ({describe(found.best.shape)})."
+        _, fitting = _fits(larger, _penalty_for(larger))
+        if fitting:
+            return f"The nearest that works: {larger.cluster.devices} devices ({describe(fitting[0].shape)})."
     return "Nor on 32 times as many: use devices with more memory, or a shorter sequence."
