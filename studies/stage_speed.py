@@ -16,6 +16,7 @@ loss that differs by more than rounding tells of code that is wrong. Candidates 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import signal
@@ -34,7 +35,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slipstream.bench import optim, train, train_contenders
 from slipstream.bench.train_contenders import Setting
@@ -82,6 +83,7 @@ class Candidate:
     blas: str = "default"
     constants: Values = ()  # of the package
     inductor: Values = ()  # torch's compiler
+    flash4: bool = False  # FlashAttention 4 in the place of torch's own (`flash-attn-4`)
     environment: tuple[tuple[str, str], ...] = ()  # read once by a process, so it gets one of its own
 
     def __add__(self, other: Candidate) -> Candidate:
@@ -91,17 +93,27 @@ class Candidate:
             other.blas if self.blas == "default" else self.blas,
             self.constants + other.constants,
             self.inductor + other.inductor,
+            self.flash4 or other.flash4,
             self.environment + other.environment,
         )
+
+
+def mlp_by_quack(mlp: Any, x: Tensor) -> Tensor:
+    """SwiGLU inside the products (`quack-kernels`), its gradient too; gate and up are one product."""
+    from quack.mlp import mlp_func
+
+    first = torch.cat((mlp.gate.weight, mlp.up.weight))
+    return mlp_func(x, first, mlp.down.weight, "swiglu", tuned=False, concat_layout=True)
 
 
 CUDNN, CHUNKED, STAGE = "train.attention=cudnn", "train.chunked_loss=true", "train.compile=stage"
 NARROW_SUMS, GRAPHS = "train.gradient_dtype=bfloat16", "train.cuda_graphs=true"
 FP8, FP8_BY_ROW = "train.fp8=tensorwise", "train.fp8=rowwise"
 # The first is for a CPU too, but no rehearsal: it compiles.
-ON_A_GPU = {STAGE, NARROW_SUMS, GRAPHS, FP8, FP8_BY_ROW}
+ON_A_GPU = {STAGE, NARROW_SUMS, GRAPHS, FP8, FP8_BY_ROW, "quack", "flash4"}
 APART = ("slipstream.models.llama.Attention._can_join", lambda _: False)  # q, k and v as three products
 ONLINE = ("slipstream.models.loss.ONLINE_LSE", True)
+QUACK = ("slipstream.models.llama.MLP.forward", mlp_by_quack)
 LARGE = ("slipstream.models.loss._HEAD_VALUES", 1 << 30)  # 2 GiB of logits and as much of their gradient
 # Products are chosen by timing, so never in a run that is to repeat its bits.
 PRODUCTS = (("max_autotune_gemm", True), ("triton.enable_persistent_tma_matmul", True))
@@ -112,6 +124,9 @@ CANDIDATES = {
     "flash": Candidate(("train.attention=flash",)),
     "apart": Candidate(constants=(APART,)),
     "online": Candidate(constants=(ONLINE,)),
+    # Neither library is a dependency: `stage_libraries.py` measures their kernels one by one.
+    "quack": Candidate(constants=(QUACK,)),
+    "flash4": Candidate(("train.attention=flash",), flash4=True),
     "chunked_loss": Candidate((CHUNKED,)),
     "chunked_loss_large": Candidate((CHUNKED,), constants=(LARGE,)),
     "chunked_loss_rows_x2": Candidate((CHUNKED,), rows=2, constants=(LARGE,)),
@@ -198,8 +213,25 @@ def under(candidate: Candidate, device: str) -> Iterator[None]:
             from torch._inductor import config
 
             stack.enter_context(config.patch(dict(candidate.inductor)))
+        if candidate.flash4:
+            stack.enter_context(flash4())
         stack.enter_context(blas(candidate.blas if device == "cuda" else "default"))
         yield
+
+
+@contextmanager
+def flash4() -> Iterator[None]:
+    """torch knows it as one of its own kinds. Of torch 2.11 only the result and the sums are expected."""
+    from torch.nn import attention
+
+    interface = importlib.import_module("flash_attn.cute.interface")
+    forward = interface._flash_attn_fwd
+    with mock.patch.object(interface, "_flash_attn_fwd", lambda *args, **rest: forward(*args, **rest)[:2]):
+        attention.activate_flash_attention_impl("FA4")
+        try:
+            yield
+        finally:
+            attention.restore_flash_attention_impl()
 
 
 @torch.no_grad()
@@ -316,7 +348,7 @@ def summary(speeds: Mapping[str, list[float | None]]) -> str:
 
 def all_names(tiny: bool) -> list[str]:
     """Everything there is to measure; of a rehearsal, what a CPU can do in seconds."""
-    names = [name for name, one in CANDIDATES.items() if not (tiny and ON_A_GPU & set(one.overrides))]
+    names = [name for name, one in CANDIDATES.items() if not (tiny and ON_A_GPU & {name, *one.overrides})]
     return [FIRST, *RIVALS, STEPS, *names[1:]]
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from scripts import loaded
 from slipstream.config.resolve import model_config
@@ -134,16 +138,63 @@ def test_what_a_candidate_sets_exists_and_is_set_inside_only(study):
     def found():
         return [
             *(llama.Attention._can_join, loss.ONLINE_LSE, loss._HEAD_VALUES, config.triton.enable_pdl),
-            *(config.max_autotune_gemm, config.coordinate_descent_tuning),
+            *(config.max_autotune_gemm, config.coordinate_descent_tuning, llama.MLP.forward),
         ]
 
     before = found()
     for candidate in study.CANDIDATES.values():
+        if candidate.flash4:
+            continue
         with study.under(candidate, "cpu"):
             changed = sum(one != other for one, other in zip(found(), before, strict=True))
             seen = {name for name, _ in (*candidate.constants, *candidate.inductor)}
             assert changed == len({n for n in seen if "mix_order" not in n and "persistent_tma" not in n})
         assert found() == before
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A module where a library that is not installed would be."""
+
+    def made(name: str, **contents):
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return made
+
+
+def test_flash_attention_4_gives_torch_what_torch_expects_and_only_inside(study, library, monkeypatch):
+    for name in ("flash_attn", "flash_attn.cute"):
+        library(name)
+    interface = library(
+        "flash_attn.cute.interface", _flash_attn_fwd=lambda q, causal: (q, causal, None, None)
+    )
+    whole, calls = interface._flash_attn_fwd, []
+    torchs = ("activate_flash_attention_impl", "restore_flash_attention_impl")
+    for name in torchs:
+        monkeypatch.setattr(torch.nn.attention, name, lambda *given, name=name: calls.append((name, *given)))
+    with study.under(study.CANDIDATES["flash4"], "cpu"):
+        assert interface._flash_attn_fwd(1, causal=True) == (1, True)
+    assert interface._flash_attn_fwd is whole
+    assert calls == [(torchs[0], "FA4"), (torchs[1],)]
+
+
+def test_an_mlp_by_quack_is_the_mlp(study, library):
+    """Against what the library says of itself: gate's rows above up's, h = silu(gate) * up."""
+
+    def mlp_func(x, first, second, activation, tuned, concat_layout):
+        assert (activation, tuned, concat_layout) == ("swiglu", False, True)
+        gate, up = (x @ first.mT).chunk(2, dim=-1)
+        return (F.silu(gate) * up) @ second.mT
+
+    library("quack")
+    library("quack.mlp", mlp_func=mlp_func)
+    mlp, x = llama.MLP(PRESETS["cpu-default"]), torch.randn(2, 3, PRESETS["cpu-default"].dim)
+    expected = mlp(x)
+    with study.under(study.CANDIDATES["quack"], "cpu"):
+        torch.testing.assert_close(mlp(x), expected)
 
 
 def test_every_candidate_is_a_run_that_can_be_made(study):
