@@ -7,7 +7,6 @@ took still fits. Invariant: stopping at any moment loses at most the runs that w
 
 from __future__ import annotations
 
-import fnmatch
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -100,11 +99,11 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show, also: Sequenc
     attempted: set[str] = set()
 
     def missing() -> list[Point]:
-        return [p for p in expansion.points if p.digest not in results and _wanted(p, limits.only)]
+        return [point for point in expansion.matching(limits.only) if point.digest not in results]
 
     expansion = study.expand(losses(results))
     _check_data(expansion)
-    if limits.only is not None and not any(_wanted(point, limits.only) for point in expansion.points):
+    if limits.only is not None and not expansion.matching(limits.only):
         names = "\n  ".join(point.name for point in expansion.points[:12])
         more = f" {expansion.waiting} more get their names once a grid has ended."
         later = more if expansion.waiting else ""
@@ -173,16 +172,12 @@ def _forget_failures(study: Study, results: dict[str, Result], out: Path, only: 
 
 
 def _failures(expansion: Expansion, results: Mapping[str, Result], only: str | None) -> list[Point]:
-    ended = [point for point in expansion.points if point.digest in results and _wanted(point, only)]
+    ended = [point for point in expansion.matching(only) if point.digest in results]
     return [point for point in ended if results[point.digest].failed]
 
 
 def _fits(seconds: float | None, deadline: float | None) -> bool:
     return deadline is None or time.monotonic() + (seconds or 0.0) <= deadline
-
-
-def _wanted(point: Point, pattern: str | None) -> bool:
-    return pattern is None or fnmatch.fnmatch(point.name, f"*{pattern}*")
 
 
 def _kind(keys: Mapping[str, Any]) -> tuple[Any, ...]:

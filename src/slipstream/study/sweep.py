@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from itertools import product
 from typing import Any
 
@@ -83,6 +84,12 @@ class Point:
         return _text(self.labels)
 
     @property
+    def beginnings(self) -> list[str]:
+        """Of the name, each with a value more."""
+        labels = list(self.labels.items())
+        return [_text(dict(labels[:count])) for count in range(1, len(labels) + 1)]
+
+    @property
     def folder(self) -> str:
         words = "-".join(self.labels.values()) or "run"
         safe = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in words)
@@ -96,6 +103,20 @@ class Expansion:
     points: tuple[Point, ...]
     waiting: int
     notes: tuple[str, ...]
+
+    def matching(self, pattern: str | None) -> list[Point]:
+        """The runs whose name has the pattern in it; all of them without one.
+
+        A pattern that ends with a whole value means no other that begins like it: `mode=ef` is not `mode=ef 1/3`.
+        """
+        if pattern is None:
+            return list(self.points)
+        values = {_text({axis: label}) for point in self.points for axis, label in point.labels.items()}
+        if not any(pattern.endswith(value) for value in values):
+            return [point for point in self.points if fnmatch(point.name, f"*{pattern}*")]
+        return [
+            point for point in self.points if any(fnmatch(name, f"*{pattern}") for name in point.beginnings)
+        ]
 
 
 @dataclass(frozen=True)
