@@ -128,6 +128,42 @@ def test_a_start_of_another_length_is_not_the_planners(b_study):
     assert {entry.correction for entry in measured} == {"none", "error_feedback"}
 
 
+@pytest.mark.parametrize(
+    ("share", "parts", "also", "name"),
+    [
+        (0.2, 4, {}, "error_feedback+fine_start"),
+        (0.1, 4, {}, None),
+        (0.2, 2, {}, None),
+        (0.2, 4, {"optim.sync_start": 0.1}, None),
+        (0.2, 4, {"optim.correction": "none"}, None),
+    ],
+)
+def test_a_fine_start_is_the_planners_as_it_was_measured_alone(b_study, share, parts, also, name):
+    """Of a fifth of the updates and in quarters, with error feedback."""
+    study, expansion, results = b_study
+    fine = {
+        key: Result(
+            **(
+                vars(result)
+                | {
+                    "settings": result.settings
+                    | {
+                        "pipeline.fine_start": share,
+                        "pipeline.fine_microbatches": parts * result.settings["pipeline.microbatches"],
+                    }
+                    | also
+                }
+            )
+        )
+        for key, result in results.items()
+        if result.settings["optim.correction"] == "error_feedback"
+        and not result.settings.get("optim.sync_start")
+    }
+    measured = entries(study.name, *compared_cells(study, expansion, results | fine))
+    assert {entry.correction for entry in measured} - {"none", "error_feedback+sync_start"} == {name} - {None}
+    assert all(("fine start of 20 %" in entry.source) == (entry.correction == name) for entry in measured)
+
+
 def test_synchronous_runs_from_before_there_was_a_setting_count(b_study):
     study, expansion, results = b_study
     before = {}

@@ -37,7 +37,10 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="Decides state, update time and token penalty.")] = "muon",
     correction: Annotated[
         str | None,
-        typer.Option(help="none, error_feedback, error_feedback+sync_start. Default: what train takes."),
+        typer.Option(
+            help="none, error_feedback, error_feedback+sync_start, error_feedback+fine_start. "
+            "Default: what train takes."
+        ),
     ] = None,
     tokens: Annotated[
         str | None, typer.Option(help="Training budget. Default: 20 per active parameter.")

@@ -136,9 +136,11 @@ class Fitter:
                 memory = self.memory(shape, cut)
             if max(rank.total for rank in memory) > room:
                 return None
+        return cut, memory, self.times(shape, cut)
+
+    def times(self, shape: Shape, cut: Cut) -> StageTimes:
         job = self.job
-        times = stage_times(self.model, cut, shape, job.cluster.device, job.optimizer, job.precision)
-        return cut, memory, times
+        return stage_times(self.model, cut, shape, job.cluster.device, job.optimizer, job.precision)
 
     def cut(self, shape: Shape, most: Most | None = None, whole_layers: bool = False) -> Cut | None:
         """Balanced cost, with at most `most` on each stage."""

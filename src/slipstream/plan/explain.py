@@ -23,7 +23,8 @@ from slipstream.errors import UserError
 from slipstream.formats import si
 from slipstream.models.sizes import PRESETS, ModelConfig, active_parameters
 from slipstream.plan.layout import RUNNABLE, Layout, Plan, describe, why_not
-from slipstream.plan.penalty import SYNC_START, Penalty, find_penalty, penalty_at
+from slipstream.plan.penalty import Penalty, find_penalty, penalty_at
+from slipstream.plan.start import FINE_PARTS, split
 from slipstream.plan.throughput import rank_pairs, rank_sums, with_cutover
 
 LEVEL = 0.002  # a net gain or loss below it is none
@@ -63,6 +64,8 @@ def explain(plan: Plan) -> list[str]:
         f"Of each update of {best.speed.seconds:.3f} s the best layout loses: {listed or 'nothing'}."
     )
     lines.append(f"What limits it: {LIMITS[worst]}")
+    if asynchronous and split(plan.job.correction)[1]:
+        lines.append(_start_sentence(asynchronous))
     lines.append(_memory_sentence(plan))
     if asynchronous and synchronous:
         lines.append(_break_even(plan, asynchronous, synchronous))
@@ -130,6 +133,21 @@ def _verdict(plan: Plan) -> str:
     return f"Asynchrony {'pays' if net > 1.0 else 'does not pay here'}: {compared}."
 
 
+def _start_sentence(layout: Layout) -> str:
+    """What the start of the best 2BW layout takes; counted in its tokens/s, as its penalty is."""
+    start = layout.start
+    if start is None:
+        return (
+            f"No fine start: microbatches of {layout.shape.microbatch_size} sequences on a device cannot be cut into "
+            f"{FINE_PARTS}, so 2BW is ranked without one."
+        )
+    how = "flushed" if start.key == "optim.sync_start" else f"in microbatches of 1/{FINE_PARTS}"
+    return (
+        f"The first {start.share:.0%} of 2BW's updates, {how}, take {start.seconds:.3f} s each instead of "
+        f"{layout.speed.seconds:.3f}; its tokens/s are those of the whole run."
+    )
+
+
 def _old_part(layout: Layout) -> str:
     """How much of each update is late, which is what the penalty is for."""
     shape = layout.shape
@@ -193,7 +211,8 @@ def paying_batches(
     def line(layout: Layout) -> tuple[float, float]:
         spent = losses(layout)
         constant = spent["update"] + spent["waiting"]
-        return sum(spent.values()) - constant, constant
+        longer = layout.mean_seconds / layout.speed.seconds  # by its start
+        return longer * (sum(spent.values()) - constant), longer * constant
 
     (slope_a, constant_a), (slope_s, constant_s) = line(asynchronous), line(synchronous)
     shape = asynchronous.shape
@@ -227,7 +246,7 @@ def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
     if why_not(job, shape):
         return None
     half = "bfloat16" if shape.asynchronous else "bfloat16_autocast"  # without banks weights stay in float32
-    correction, _, start = job.correction.partition("+")
+    start = {layout.start.key: layout.start.share} if layout.start else {}
     chosen: dict[str, dict[str, Any]] = {
         "model": {"preset": model_name} if model_name in PRESETS else _shape(job.config),
         "data": {"sequence": job.sequence},
@@ -238,14 +257,15 @@ def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
             "microbatches": shape.microbatches,
             "microbatch_size": shape.microbatch_size * shape.data_ranks,
             "cutover": shape.cutover,
+            "fine_start": start.get("pipeline.fine_start"),
             "boundaries": [layers.start for layers in layout.cut[1:]] or None,
             "in_flight": shape.in_flight,
             "shard_optimizer": shape.shard_optimizer or None,
         },
         "optim": {
             "name": job.optimizer,
-            "correction": correction if shape.asynchronous else None,
-            "sync_start": SYNC_START if shape.asynchronous and start else None,
+            "correction": split(job.correction)[0] if shape.asynchronous else None,
+            "sync_start": start.get("optim.sync_start"),
             "options.state_dtype": "bfloat16" if job.precision.momentum == 2 else None,
         },
         "train": {
@@ -294,6 +314,7 @@ def _layout_json(plan: Plan, layout: Layout, model_name: str) -> dict[str, Any]:
         "net_gain": plan.net_gain(layout),
         "tokens_per_second": layout.tokens_per_second,
         "seconds_per_update": layout.speed.seconds,
+        "start": _start_json(layout),
         "seconds_to_loss": plan.job.training_tokens / layout.score,
         "mfu": layout.mfu,
         "idle": layout.speed.idle,
@@ -301,6 +322,18 @@ def _layout_json(plan: Plan, layout: Layout, model_name: str) -> dict[str, Any]:
         "memory_bytes": layout.memory_bytes,
         "memory": [{**asdict(rank), "total": rank.total} for rank in layout.memory],
         "toml": to_toml(plan, layout, model_name),
+    }
+
+
+def _start_json(layout: Layout) -> dict[str, Any] | None:
+    start = layout.start
+    if start is None:
+        return None
+    return {
+        "key": start.key,
+        "share": start.share,
+        "microbatches": start.shape.microbatches,
+        "seconds_per_update": start.seconds,
     }
 
 

@@ -11,6 +11,7 @@ from slipstream.plan.devices import Cluster
 from slipstream.plan.memory import BF16, Precision, StageMemory
 from slipstream.plan.parts import Timing
 from slipstream.plan.penalty import Penalty, load_penalties
+from slipstream.plan.start import Start
 from slipstream.plan.throughput import Shape, Speed, StageTimes
 
 
@@ -58,10 +59,16 @@ class Layout:
     cut: tuple[Layers, ...]  # layers of each model stage
     memory: tuple[StageMemory, ...]  # per rank
     times: StageTimes
-    speed: Speed
-    tokens_per_second: float
+    speed: Speed  # after the start, if there is one
+    tokens_per_second: float  # of the whole run
     mfu: float
     penalty: float
+    start: Start | None = None
+
+    @property
+    def mean_seconds(self) -> float:
+        """Per update of the whole run."""
+        return self.start.mean_seconds(self.speed.seconds) if self.start else self.speed.seconds
 
     @property
     def score(self) -> float:

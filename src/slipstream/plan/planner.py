@@ -1,7 +1,8 @@
 """The search: every layout that fits, ranked by predicted time to loss.
 
     score = tokens per second / token penalty        (penalty 1 for every synchronous schedule, and for 2BW that of
-                                                      the share of microbatches its layout cannot but have old)
+                                                      the share of microbatches its layout cannot but have old;
+                                                      a start of another kind is part of both)
 
 Closed forms rank all shapes; the best few of every schedule are then simulated, so that the figures shown
 are the simulator's. Invariant: a layout in a plan fits in memory on every rank, cuts the layers without rest
@@ -20,7 +21,8 @@ from slipstream.models.sizes import active_parameters, flops_per_token, paramete
 from slipstream.plan.candidates import Cut, Fitter, shapes
 from slipstream.plan.layout import Job, Layout, Plan, describe, why_not
 from slipstream.plan.memory import StageMemory, state_bytes
-from slipstream.plan.penalty import Penalty, find_penalty, penalty_at
+from slipstream.plan.penalty import Penalty, find_penalty, penalty_at, with_start
+from slipstream.plan.start import Start, split, start_shape
 from slipstream.plan.throughput import Shape, StageTimes, estimate, simulated, with_cutover
 from slipstream.schedule.generate import GENERATORS, canonical
 
@@ -44,8 +46,17 @@ def _penalty_for(job: Job) -> Penalty | None:
     state_bytes(job.optimizer)  # a name that nobody knows is no matter of penalties
     if job.schedule is not None and GENERATORS[canonical(job.schedule)].synchronous:  # nothing is delayed
         return None
-    size = active_parameters(job.config)
-    return find_penalty(job.penalties, job.optimizer, job.correction, job.batch_tokens, size)
+    return _found(job, job.correction)
+
+
+def _found(job: Job, correction: str) -> Penalty:
+    def nearest(correction: str) -> Penalty:
+        size = active_parameters(job.config)
+        return find_penalty(job.penalties, job.optimizer, correction, job.batch_tokens, size)
+
+    found, (always, start) = nearest(correction), split(correction)
+    known = any((entry.optimizer, entry.correction) == (job.optimizer, always) for entry in job.penalties)
+    return with_start(job.penalties, found, nearest(always)) if start and known else found
 
 
 def _fits(job: Job, penalty: Penalty | None) -> tuple[int, list[_Fitting]]:
@@ -62,8 +73,11 @@ def _fits(job: Job, penalty: Penalty | None) -> tuple[int, list[_Fitting]]:
                 "delay_compensation" not in job.correction
             ):  # it needs all of a group's gradients taken at one bank
                 shape = with_cutover(times, shape)
-            tokens = _penalty(job, penalty, shape)
-            fitting.append(_Fitting(tokens * estimate(times, shape), tokens, shape, cut, memory, times))
+            start = _start(job, fitter, shape, cut)
+            tokens = _penalty(job, penalty, shape, start)
+            seconds = estimate(times, shape)
+            mean = start.mean_seconds(seconds) if start else seconds
+            fitting.append(_Fitting(tokens * mean, tokens, shape, cut, memory, times, start))
     fitting.sort(key=lambda entry: entry.seconds)
     return considered, fitting
 
@@ -77,10 +91,25 @@ class _Fitting(NamedTuple):
     cut: Cut
     memory: tuple[StageMemory, ...]
     times: StageTimes
+    start: Start | None  # by closed form too
 
 
-def _penalty(job: Job, entry: Penalty | None, shape: Shape) -> float:
-    return penalty_at(job.penalties, entry, shape.old) if entry and shape.asynchronous else 1.0
+def _start(job: Job, fitter: Fitter, shape: Shape, cut: Cut) -> Start | None:
+    found = start_shape(shape, split(job.correction)[1])
+    if found is None:
+        return None
+    key, share, first = found
+    times = fitter.times(first, cut)
+    return Start(key, share, first, times, estimate(times, first))
+
+
+def _penalty(job: Job, entry: Penalty | None, shape: Shape, start: Start | None) -> float:
+    if entry is None or not shape.asynchronous:
+        return 1.0
+    always, name = split(entry.correction)
+    if name and start is None:  # a layout that cannot have it
+        entry = _found(job, always)
+    return penalty_at(job.penalties, entry, shape.old)
 
 
 def _simulated(job: Job, entries: Sequence[_Fitting]) -> list[Layout]:
@@ -113,9 +142,11 @@ def _best_few(job: Job, entries: Sequence[_Fitting], known: dict[Shape, Layout])
 
 
 def _layout(job: Job, entry: _Fitting) -> Layout:
-    _, penalty, shape, cut, memory, times = entry
-    speed = simulated(times, shape, job.cluster.jitter)
-    rate = job.batch_tokens / speed.seconds
+    _, penalty, shape, cut, memory, times, start = entry
+    speed, jitter = simulated(times, shape, job.cluster.jitter), job.cluster.jitter
+    if start:
+        start = replace(start, seconds=simulated(start.times, start.shape, jitter).seconds)
+    rate = job.batch_tokens / (start.mean_seconds(speed.seconds) if start else speed.seconds)
     peak = job.cluster.devices * job.cluster.device.peak_flops
     return Layout(
         shape=shape,
@@ -126,6 +157,7 @@ def _layout(job: Job, entry: _Fitting) -> Layout:
         tokens_per_second=rate,
         mfu=rate * flops_per_token(job.config, job.sequence) / peak,
         penalty=penalty,
+        start=start,
     )
 
 

@@ -11,6 +11,7 @@ from slipstream.formats import si
 from slipstream.models.sizes import active_parameters, parameters
 from slipstream.plan.explain import explain, gib, to_toml
 from slipstream.plan.layout import Layout, Plan, why_not
+from slipstream.plan.start import FINE_PARTS, FINE_START
 from slipstream.plan.throughput import costs, schedule_of
 from slipstream.schedule.plot.terminal import terminal
 from slipstream.schedule.simulate import simulate
@@ -22,7 +23,7 @@ LEGEND = (
     "device (pipeline.microbatch_size is D times that). ckpt: activation checkpointing. shard: optimizer "
     "sharded over data ranks. spread: nodes hold data "
     "ranks of one stage, not stages of one pipeline. K: microbatches in flight. c: microbatches of an update that "
-    "2bw has one update old, all where no c stands. idle: device time without "
+    "2bw has one update old, all where no c stands. {fine}idle: device time without "
     "computation. time: to train on {tokens} tokens' worth of loss."
 )
 
@@ -39,7 +40,10 @@ def show(plan: Plan, console: Console, model_name: str, top: int) -> None:
         highlight=False,
     )
     console.print(ranking(plan, top), crop=False)  # in a narrow terminal a row wraps; no figure is cut off
-    console.print(Text(LEGEND.format(tokens=si(job.training_tokens)), "dim"))
+    fine = f"fine: the first {FINE_START:.0%} of the updates in {FINE_PARTS} times as many microbatches. "
+    starts = any(layout.start and layout.start.key == "pipeline.fine_start" for layout in plan.layouts)
+    legend = LEGEND.format(tokens=si(job.training_tokens), fine=fine if starts else "")
+    console.print(Text(legend, "dim"))
     console.print()
     for line in explain(plan):
         console.print(Text(f"• {line}"))
@@ -102,6 +106,7 @@ def _row(plan: Plan, layout: Layout) -> dict[str, str]:
             ("spread", not shape.pipeline_inside),
             (f"K{shape.in_flight}", shape.in_flight),
             (f"c{shape.cutover}", shape.asynchronous and shape.old < 1),
+            ("fine", layout.start and layout.start.key == "pipeline.fine_start"),
         )
         if on
     ]

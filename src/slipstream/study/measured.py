@@ -1,15 +1,17 @@
 """From a study's cells to entries of the planner's penalty table, each with where its number comes from.
 
 Only what the planner can be asked for becomes an entry: one update of delay, no correction or error feedback at its
-own strength, with or without a synchronous start, and all else as in the synchronous runs it is compared to (the
-learning rate may have been tuned for itself). Invariant: a number without synchronous runs beside it is never written.
+own strength, with or without a synchronous or a fine start, and all else as in the synchronous runs it is compared to
+(the learning rate may have been tuned for itself). Invariant: a number without synchronous runs beside it is never
+written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.plan.penalty import SYNC_START, Penalty, same_place
+from slipstream.plan.penalty import Penalty, same_place
+from slipstream.plan.start import FINE_PARTS, FINE_START, SYNC_START
 from slipstream.study.cells import AxisRoles, Cell
 from slipstream.study.results import Result
 from slipstream.study.statistics import Estimate
@@ -19,6 +21,8 @@ _MAY_DIFFER = (
     "pipeline.cutover",
     "pipeline.microbatches",
     "pipeline.microbatch_size",
+    "pipeline.fine_start",
+    "pipeline.fine_microbatches",
     "optim.correction",
     "optim.correction_lambda",
     "optim.sync_start",
@@ -70,10 +74,21 @@ def _name(result: Result, reference: Result) -> str | None:
         return None  # stages that switch one by one: the engine's do it together
     if result.setting(*_MAY_DIFFER) != reference.setting(*_MAY_DIFFER):
         return None
-    if not result.key("optim.sync_start"):
+    starts = {
+        "sync_start": (result.key("optim.sync_start", 0), SYNC_START),
+        "fine_start": (result.key("pipeline.fine_start", 0), FINE_START),
+    }
+    taken = {name: share == planned for name, (share, planned) in starts.items() if share}
+    if not taken:
         return correction
-    planned = correction == "error_feedback" and result.key("optim.sync_start") == SYNC_START
-    return f"{correction}+sync_start" if planned else None
+    (name, planned), *more = taken.items()
+    if more or not planned or correction != "error_feedback":
+        return None
+    if name == "fine_start" and result.key("pipeline.fine_microbatches") != FINE_PARTS * result.key(
+        "pipeline.microbatches"
+    ):
+        return None
+    return f"{correction}+{name}"
 
 
 def _source(study: str, cell: Cell, roles: AxisRoles, result: Result) -> str:
@@ -92,6 +107,8 @@ def _source(study: str, cell: Cell, roles: AxisRoles, result: Result) -> str:
         text += f", {100 * result.old:.0f} % of each update old"
     if start := result.key("optim.sync_start"):
         text += f", synchronous start of {f'{100 * start:g} %' if start < 1 else f'{start:g}'}"
+    if start := result.key("pipeline.fine_start", 0):
+        text += f", fine start of {100 * start:g} %"
     beyond = ", extrapolated" if penalty.extrapolated else ""
     if cell.penalty is not None:
         text += f"; read off the synchronous run's own curve{beyond}"
