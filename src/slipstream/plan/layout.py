@@ -11,7 +11,7 @@ from slipstream.plan.devices import Cluster
 from slipstream.plan.memory import BF16, Precision, StageMemory
 from slipstream.plan.parts import Timing
 from slipstream.plan.penalty import Penalty, load_penalties
-from slipstream.plan.start import Start
+from slipstream.plan.start import Start, mean_seconds
 from slipstream.plan.throughput import Shape, Speed, StageTimes
 
 
@@ -68,7 +68,7 @@ class Layout:
     @property
     def mean_seconds(self) -> float:
         """Per update of the whole run."""
-        return self.start.mean_seconds(self.speed.seconds) if self.start else self.speed.seconds
+        return mean_seconds(self.start, self.speed.seconds)
 
     @property
     def score(self) -> float:

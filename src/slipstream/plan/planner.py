@@ -22,7 +22,7 @@ from slipstream.plan.candidates import Cut, Fitter, shapes
 from slipstream.plan.layout import Job, Layout, Plan, describe, why_not
 from slipstream.plan.memory import StageMemory, state_bytes
 from slipstream.plan.penalty import Penalty, find_penalty, penalty_at, with_start
-from slipstream.plan.start import Start, split, start_shape
+from slipstream.plan.start import Start, mean_seconds, split, start_shape
 from slipstream.plan.throughput import Shape, StageTimes, estimate, simulated, with_cutover
 from slipstream.schedule.generate import GENERATORS, canonical
 
@@ -75,9 +75,8 @@ def _fits(job: Job, penalty: Penalty | None) -> tuple[int, list[_Fitting]]:
                 shape = with_cutover(times, shape)
             start = _start(job, fitter, shape, cut)
             tokens = _penalty(job, penalty, shape, start)
-            seconds = estimate(times, shape)
-            mean = start.mean_seconds(seconds) if start else seconds
-            fitting.append(_Fitting(tokens * mean, tokens, shape, cut, memory, times, start))
+            seconds = mean_seconds(start, estimate(times, shape))
+            fitting.append(_Fitting(tokens * seconds, tokens, shape, cut, memory, times, start))
     fitting.sort(key=lambda entry: entry.seconds)
     return considered, fitting
 
@@ -146,7 +145,7 @@ def _layout(job: Job, entry: _Fitting) -> Layout:
     speed, jitter = simulated(times, shape, job.cluster.jitter), job.cluster.jitter
     if start:
         start = replace(start, seconds=simulated(start.times, start.shape, jitter).seconds)
-    rate = job.batch_tokens / (start.mean_seconds(speed.seconds) if start else speed.seconds)
+    rate = job.batch_tokens / mean_seconds(start, speed.seconds)
     peak = job.cluster.devices * job.cluster.device.peak_flops
     return Layout(
         shape=shape,

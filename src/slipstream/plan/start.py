@@ -26,9 +26,10 @@ class Start:
     times: StageTimes
     seconds: float
 
-    def mean_seconds(self, rest: float) -> float:
-        """Per update of the whole run, where one of the rest takes `rest`."""
-        return self.share * self.seconds + (1 - self.share) * rest
+
+def mean_seconds(start: Start | None, rest: float) -> float:
+    """Per update of the whole run, where one after the start takes `rest`."""
+    return start.share * start.seconds + (1 - start.share) * rest if start else rest
 
 
 def split(correction: str) -> tuple[str, str]:
