@@ -35,6 +35,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.bench import optim, train, train_contenders
@@ -106,6 +107,12 @@ def mlp_by_quack(mlp: Any, x: Tensor) -> Tensor:
     return mlp_func(x, first, mlp.down.weight, "swiglu", tuned=False, concat_layout=True)
 
 
+def mlp_of_two_products(mlp: Any, x: Tensor) -> Tensor:
+    """gate and up as one; so the gradient of x is one too."""
+    gate, up = F.linear(x, torch.cat((mlp.gate.weight, mlp.up.weight))).chunk(2, dim=-1)
+    return mlp.down(F.silu(gate) * up)
+
+
 CUDNN, CHUNKED, STAGE = "train.attention=cudnn", "train.chunked_loss=true", "train.compile=stage"
 NARROW_SUMS, GRAPHS = "train.gradient_dtype=bfloat16", "train.cuda_graphs=true"
 FP8, FP8_BY_ROW = "train.fp8=tensorwise", "train.fp8=rowwise"
@@ -113,6 +120,7 @@ FP8, FP8_BY_ROW = "train.fp8=tensorwise", "train.fp8=rowwise"
 ON_A_GPU = {STAGE, NARROW_SUMS, GRAPHS, FP8, FP8_BY_ROW, "quack", "flash4"}
 APART = ("slipstream.models.llama.Attention._can_join", lambda _: False)  # q, k and v as three products
 ONLINE = ("slipstream.models.loss.ONLINE_LSE", True)
+GATE_UP = ("slipstream.models.llama.MLP.forward", mlp_of_two_products)
 QUACK = ("slipstream.models.llama.MLP.forward", mlp_by_quack)
 LARGE = ("slipstream.models.loss._HEAD_VALUES", 1 << 30)  # 2 GiB of logits and as much of their gradient
 # Products are chosen by timing, so never in a run that is to repeat its bits.
@@ -124,6 +132,7 @@ CANDIDATES = {
     "flash": Candidate(("train.attention=flash",)),
     "apart": Candidate(constants=(APART,)),
     "online": Candidate(constants=(ONLINE,)),
+    "gate_up": Candidate(constants=(GATE_UP,)),
     # Neither library is a dependency: `stage_libraries.py` measures their kernels one by one.
     "quack": Candidate(constants=(QUACK,)),
     "flash4": Candidate(("train.attention=flash",), flash4=True),

@@ -181,8 +181,8 @@ def test_flash_attention_4_gives_torch_what_torch_expects_and_only_inside(study,
     assert calls == [(torchs[0], "FA4"), (torchs[1],)]
 
 
-def test_an_mlp_by_quack_is_the_mlp(study, library):
-    """Against what the library says of itself: gate's rows above up's, h = silu(gate) * up."""
+def test_an_mlp_of_other_products_is_the_mlp(study, library):
+    """In QuACK against what it says of itself: gate's rows above up's, h = silu(gate) * up."""
 
     def mlp_func(x, first, second, activation, tuned, concat_layout):
         assert (activation, tuned, concat_layout) == ("swiglu", False, True)
@@ -193,8 +193,9 @@ def test_an_mlp_by_quack_is_the_mlp(study, library):
     library("quack.mlp", mlp_func=mlp_func)
     mlp, x = llama.MLP(PRESETS["cpu-default"]), torch.randn(2, 3, PRESETS["cpu-default"].dim)
     expected = mlp(x)
-    with study.under(study.CANDIDATES["quack"], "cpu"):
-        torch.testing.assert_close(mlp(x), expected)
+    for name in ("gate_up", "quack"):
+        with study.under(study.CANDIDATES[name], "cpu"):
+            torch.testing.assert_close(mlp(x), expected)
 
 
 def test_every_candidate_is_a_run_that_can_be_made(study):
