@@ -99,56 +99,50 @@ def swiglu(shape: base.Shape, tokens: int, tuned: bool) -> Iterator[base.Job]:
     def both_in_turns() -> Tensor:
         return both().unflatten(1, (2, ffn)).mT.flatten(1)
 
-    def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = x.chunk(2, dim=-1)
-        return gate, up
+    def forward(x: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        joined = x @ first.mT
+        gate, up = joined.chunk(2, dim=-1)
+        return joined, F.silu(gate) * up
 
-    @cache
-    def compiled(which: str) -> Callable[..., Any]:
-        def forward(x: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-            gate, up = halves(joined := x @ first.mT)
-            return joined, F.silu(gate) * up
+    def backward(seed: Tensor, second: Tensor, joined: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = joined.chunk(2, dim=-1)
+        gradient, sigmoid, silu = seed @ second, gate.float().sigmoid(), F.silu(gate)
+        slope = sigmoid * (1 + gate * (1 - sigmoid))
+        parts = (gradient * up * slope, gradient * silu)
+        return torch.cat(parts, dim=-1).to(seed.dtype), silu * up
 
-        def backward(seed: Tensor, second: Tensor, joined: Tensor) -> tuple[Tensor, Tensor]:
-            gate, up = halves(joined)
-            gradient, sigmoid = seed @ second, gate.float().sigmoid()
-            slope = sigmoid * (1 + gate * (1 - sigmoid))
-            silu = F.silu(gate)
-            parts = (gradient * up * slope, gradient * silu)
-            return torch.cat(parts, dim=-1).to(seed.dtype), silu * up
-
-        torch.compiler.reset()
-        function = forward if which == "forward" else backward
-        return torch.compile(function, dynamic=False) if shape.compiled else function
+    def expected(which: str) -> tuple[Tensor, Tensor]:
+        x, first, second, seed = drawn()
+        if which == "forward":
+            return forward(x, first)
+        joined = both().detach().requires_grad_()
+        gate, up = joined.chunk(2, dim=-1)
+        h = F.silu(gate) * up
+        (gradient,) = torch.autograd.grad(h, joined, seed @ second)
+        return gradient, h.detach()
 
     def by_torch(which: str) -> Made:
         x, first, second, seed = drawn()
+        torch.compiler.reset()
+        function = forward if which == "forward" else backward
         given = (x, first) if which == "forward" else (seed, second, both())
-        call = partial(compiled(which), *given)
-        return [call], call
+        if shape.compiled:
+            function = torch.compile(function, dynamic=False)
+        return [partial(function, *given)], partial(expected, which)
 
     def by_quack(which: str) -> Made:
         library, (x, first, second, seed) = quack(), drawn()
-        expected = by_torch(which)[1]
+        settings = {"activation": "swiglu", "tuned": tuned}
         if which == "forward":
-            call = partial(
-                library.gemm_gated,
-                x,
-                first.mT,
-                activation="swiglu",
-                tuned=tuned,
-                concat_layout=GATE_THEN_UP,
-            )
+            call = partial(library.gemm_gated, x, first.mT, concat_layout=GATE_THEN_UP, **settings)
         else:
-            call = partial(
-                library.gemm_dgated, seed, second, both_in_turns(), activation="swiglu", tuned=tuned
-            )
+            call = partial(library.gemm_dgated, seed, second, both_in_turns(), **settings)
 
-        def expected_in_turns() -> tuple[Tensor, Tensor]:
-            joined, h = expected()
+        def in_turns() -> tuple[Tensor, Tensor]:
+            joined, h = expected(which)
             return joined.unflatten(1, (2, ffn)).mT.flatten(1), h
 
-        return [call], expected_in_turns
+        return [call], in_turns
 
     for which, times in (("forward", 2), ("backward", 1)):
         for library, make in (("torch", by_torch), ("quack", by_quack)):

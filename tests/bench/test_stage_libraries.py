@@ -34,22 +34,68 @@ def test_without_the_libraries_the_rest_is_measured(study, tmp_path):
     assert {row["what"] for row in rows} - {row["what"] for row in own} == {"product"}
 
 
-def test_the_way_back_that_is_compared_with_is_the_gradient(study):
-    shape = study.base.TINY
-    by_torch = {
-        head["pass"]: job.args[0] for head, job in study.swiglu(shape, 8, False) if head["library"] == "torch"
+def in_turns(joined):
+    """Columns [all of gate, all of up] as gate and up by turns."""
+    return joined.unflatten(-1, (2, -1)).mT.flatten(-2)
+
+
+class Quack:
+    """What QuACK says that it computes."""
+
+    @staticmethod
+    def gemm(a, b, out, tuned):
+        return torch.mm(a, b, out=out)
+
+    @staticmethod
+    def gemm_gated(a, b, activation, tuned, concat_layout):
+        assert (activation, concat_layout) == ("swiglu", ("B",))
+        joined = in_turns(a @ b)
+        return joined, F.silu(joined[:, ::2]) * joined[:, 1::2]
+
+    @staticmethod
+    def gemm_dgated(a, b, joined, activation, tuned):
+        assert activation == "swiglu"
+        gate, up = (joined[:, turn::2].detach().requires_grad_() for turn in (0, 1))
+        h = F.silu(gate) * up
+        return torch.stack(torch.autograd.grad(h, (gate, up), a @ b), dim=-1).flatten(1), h.detach()
+
+    @staticmethod
+    def gemm_symmetric(a, b, C, out, alpha, beta):
+        torch.testing.assert_close(a.mT, b)
+        return out.copy_(alpha * a @ b + (0 if C is None else beta * C))
+
+
+@pytest.mark.parametrize("fault", [None, "gemm", "gemm_gated", "gemm_dgated", "gemm_symmetric"])
+def test_a_library_that_computes_what_it_says_is_not_off_and_one_that_errs_is(
+    study, fault, tmp_path, monkeypatch
+):
+    class Library(Quack):
+        pass
+
+    if fault:
+        whole = getattr(Quack, fault)
+
+        def wrong(*args, **rest):
+            found = whole(*args, **rest)
+            return tuple(1.01 * x for x in found) if isinstance(found, tuple) else found.mul_(1.01)
+
+        setattr(Library, fault, staticmethod(wrong))
+    monkeypatch.setattr(study, "quack", lambda: Library)
+    out = tmp_path / "out.jsonl"
+    study.base.measure(
+        out, 1e5, (one for one in study.jobs(study.base.TINY, False) if one[0]["library"] == "quack")
+    )
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    of = {
+        "gemm": ("product", None),
+        "gemm_gated": ("gated", "forward"),
+        "gemm_dgated": ("gated", "backward"),
+        "gemm_symmetric": ("symmetric", None),
     }
-    (forward,), _ = by_torch["forward"]()
-    (backward,), _ = by_torch["backward"]()
-    both, h = forward()
-    seed, second, joined = backward.args
-    torch.testing.assert_close(joined, both)
-    leaf = both.clone().requires_grad_()
-    gate, up = leaf.chunk(2, dim=-1)
-    (expected,) = torch.autograd.grad((F.silu(gate) * up) @ second.mT, leaf, seed)
-    found, again = backward()
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(again, h)
+    assert len(rows) == 24 + 2 + 2
+    for row in rows:
+        errs = fault is not None and row["what"] == of[fault][0] and of[fault][1] in (None, row.get("pass"))
+        assert row["off"] == pytest.approx(0.01 if errs else 0.0, abs=1e-5), row
 
 
 def test_what_is_wrong_is_seen(study):

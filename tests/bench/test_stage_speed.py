@@ -168,9 +168,13 @@ def library(monkeypatch):
 def test_flash_attention_4_gives_torch_what_torch_expects_and_only_inside(study, library, monkeypatch):
     for name in ("flash_attn", "flash_attn.cute"):
         library(name)
-    interface = library(
-        "flash_attn.cute.interface", _flash_attn_fwd=lambda q, causal: (q, causal, None, None)
-    )
+
+    def forward(q, causal):
+        # As the library does it: what has been compiled is found by the name of the function.
+        return q, causal, *interface._flash_attn_fwd.compile_cache
+
+    forward.compile_cache = [None, None, None]
+    interface = library("flash_attn.cute.interface", _flash_attn_fwd=forward)
     whole, calls = interface._flash_attn_fwd, []
     torchs = ("activate_flash_attention_impl", "restore_flash_attention_impl")
     for name in torchs:

@@ -15,12 +15,12 @@ from slipstream.models.sizes import PRESETS, layer_cost, preset
 from slipstream.models.stages import build_stage
 from slipstream.plan.candidates import BLOCKS_BYTES, Fitter, shapes
 from slipstream.plan.devices import Cluster, find_device
-from slipstream.plan.explain import to_json, to_toml
 from slipstream.plan.layout import Job
 from slipstream.plan.memory import BF16, FP32
 from slipstream.plan.parts import Timing, build_model, stage_parts, stage_seconds
 from slipstream.plan.planner import plan
 from slipstream.plan.throughput import Shape, rank_sums
+from slipstream.plan.written import to_json, to_toml
 
 DEVICE = find_device("h100")
 SEQUENCE = 2048

@@ -15,11 +15,13 @@ from slipstream.models.sizes import preset
 from slipstream.plan import planner
 from slipstream.plan.candidates import Fitter, shapes
 from slipstream.plan.devices import GIB, Cluster, find_device
-from slipstream.plan.explain import explain, losses, parse_count, paying_batches, to_json, to_toml
+from slipstream.plan.explain import explain, losses, parse_count, paying_batches
 from slipstream.plan.layout import Job, why_not
 from slipstream.plan.penalty import Penalty, load_penalties, penalty_at
 from slipstream.plan.planner import plan
+from slipstream.plan.price import Price
 from slipstream.plan.throughput import Speed
+from slipstream.plan.written import to_json, to_toml
 
 
 def job(
@@ -63,8 +65,8 @@ def test_ranking_is_by_time_to_loss_and_both_kinds_are_there(result):
     asynchronous = result.best_asynchronous
     shape = asynchronous.shape
     assert shape.old == shape.cutover / shape.microbatches < 1, "only what must be old is"
-    penalty = penalty_at(result.job.penalties, result.penalty, shape.old)
-    assert 1 < penalty < result.penalty.penalty
+    penalty = penalty_at(result.job.penalties, result.price.plain, shape.old)
+    assert 1 < penalty < result.price.plain.penalty
     assert asynchronous.score == pytest.approx(asynchronous.tokens_per_second / penalty)
 
 
@@ -256,14 +258,14 @@ def test_the_break_even_sentence_agrees_with_the_verdict(result, ours, theirs, c
             penalty=penalty,
         )
 
-    table = tuple(replace(result.penalty, penalty=value, old=old) for old, value in penalties.items())
+    table = tuple(replace(result.price.plain, penalty=value, old=old) for old, value in penalties.items())
     here = penalty_at(table, table[-1], 1.0 if cutover is None else cutover / 64)
     asynchronous = layout(result.best_asynchronous, "pipedream_2bw", ours, here)
     synchronous = layout(result.best_synchronous, "1f1b", theirs, 1.0)
     made = replace(
         result,
         job=replace(result.job, penalties=table),
-        penalty=table[-1],
+        price=Price(table, table[-1]),
         layouts=tuple(sorted((asynchronous, synchronous), key=lambda one: -one.score)),
     )
     assert words in next(line for line in explain(made) if line.startswith("Break-even"))

@@ -54,28 +54,6 @@ def test_zip_and_chain(study):
     assert labels(chained.expand({}).points) == ["1 0.001", "1 0.002", "1 0.004", "0 sync"]
 
 
-def test_a_pattern_that_ends_with_a_whole_value_means_that_one_alone(study):
-    axes = (
-        AXES.replace("values = [0, 1]", "values = [1, 10]")
-        + """
-"ef 1/3" = { optim.correction = "error_feedback", pipeline = { microbatches = 6, cutover = 2 } }
-"""
-    )
-    found = study('product = ["seed", "mode"]', axes).expand({})
-
-    def chosen(pattern: str | None) -> list[str]:
-        return labels(found.matching(pattern))
-
-    assert chosen("mode=ef") == ["1 ef", "10 ef"]
-    assert chosen("seed=1*mode=ef 1/3") == ["1 ef 1/3", "10 ef 1/3"]  # what stands before * may go on
-    assert chosen("seed=1 mode=ef") == ["1 ef"]
-    assert chosen("seed=1") == ["1 sync", "1 delay", "1 ef", "1 ef 1/3"]
-    assert chosen("mode=ef*") == chosen("mode=e") == ["1 ef", "1 ef 1/3", "10 ef", "10 ef 1/3"]
-    assert chosen(found.points[2].name) == ["1 ef"]
-    assert chosen("nothing") == []
-    assert len(chosen(None)) == 8
-
-
 def test_settings_nested_and_dotted_reach_the_config(study):
     points = study('product = ["optimizer:adamw", "lr:0.002"]').expand({}).points
     assert points[0].config.optim.name == "adamw"

@@ -17,13 +17,14 @@ from slipstream.models.config_json import read_config
 from slipstream.models.sizes import PRESETS, ModelConfig
 from slipstream.optimizers import default_correction
 from slipstream.plan.devices import GIB, Cluster, find_device
-from slipstream.plan.explain import parse_count, to_json, to_toml
+from slipstream.plan.explain import parse_count
 from slipstream.plan.layout import Job
 from slipstream.plan.memory import BF16, FP32, NARROW, Precision
 from slipstream.plan.penalty import load_penalties
 from slipstream.plan.planner import plan as search
 from slipstream.plan.profile import Measured, Profile
 from slipstream.plan.show import show
+from slipstream.plan.written import to_json, to_toml
 
 
 def plan(

@@ -42,7 +42,9 @@ def run(
     file: File,
     overrides: Overrides = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes; several may share one GPU.")] = 1,
-    only: Annotated[str | None, typer.Option(help="Only runs whose name matches, say 'mode=ef'.")] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Only runs with this in their name, say 'seed=0*mode=ef'.")
+    ] = None,
     limit_minutes: Annotated[
         float | None, typer.Option(help="Start no run that would end later than this.")
     ] = None,

@@ -12,20 +12,19 @@ Lost time of a layout, in seconds per update (they add up to the predicted time)
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
 from math import inf
-from typing import Any
 
 from slipstream.errors import UserError
 from slipstream.formats import si
-from slipstream.models.sizes import PRESETS, ModelConfig, active_parameters
-from slipstream.plan.layout import RUNNABLE, Layout, Plan, describe, why_not
-from slipstream.plan.penalty import Penalty, find_penalty, penalty_at
-from slipstream.plan.start import FINE_PARTS, split
-from slipstream.plan.throughput import rank_pairs, rank_sums, with_cutover
+from slipstream.models.sizes import active_parameters
+from slipstream.plan.layout import Layout, Plan, describe
+from slipstream.plan.penalty import Penalty, find_penalty
+from slipstream.plan.price import Price
+from slipstream.plan.start import FINE_PARTS, mean_of, split
+from slipstream.plan.throughput import Shape, StageTimes, rank_pairs, rank_sums, with_cutover
 
 LEVEL = 0.002  # a net gain or loss below it is none
 _LARGEST, _STEPS = 1e4, 400  # how many times as large a batch is looked at, and at how many places
@@ -33,14 +32,18 @@ _MANY = 1000  # times as many microbatches: more than any cutover
 
 
 def losses(layout: Layout) -> dict[str, float]:
-    """Where the seconds of an update go."""
-    shape, times, m = layout.shape, layout.times, layout.shape.microbatches
+    """Where the seconds of an update go, after the start."""
+    return _spent(layout.shape, layout.times, layout.speed.seconds)
+
+
+def _spent(shape: Shape, times: StageTimes, seconds: float) -> dict[str, float]:
+    m = shape.microbatches
     pairs = rank_pairs(times, shape)
     updates = rank_sums(times.update, shape)
     recompute = m * sum(times.forward) / shape.stages if shape.checkpointing else 0.0
     work, update = m * sum(pairs) / shape.stages, sum(updates) / shape.stages
     busiest = max(m * pair + own for pair, own in zip(pairs, updates, strict=True))
-    rest = max(0.0, layout.speed.seconds - busiest)
+    rest = max(0.0, seconds - busiest)
     runtime = min(rest, 2 * shape.chunks * m * times.runtime.action)
     return {
         "ideal": work - recompute,
@@ -69,38 +72,49 @@ def explain(plan: Plan) -> list[str]:
     lines.append(_memory_sentence(plan))
     if asynchronous and synchronous:
         lines.append(_break_even(plan, asynchronous, synchronous))
-    if plan.penalty is not None:
-        lines += _penalty_sentences(plan, plan.penalty)
+    if plan.price is not None:
+        # Without a layout that is late, what one would be ranked with.
+        start = bool(asynchronous.start if asynchronous else plan.price.started)
+        lines += _penalty_sentences(plan, plan.price, start)
     return lines
 
 
-def _penalty_sentences(plan: Plan, used: Penalty) -> list[str]:
+def _penalty_sentences(plan: Plan, price: Price, start: bool) -> list[str]:
     """What was used and where it comes from; marked where it is from another size, with our own figure beside it."""
     job, size = plan.job, active_parameters(plan.job.config)
+    used, *more = price.entries(start)
+    name = job.correction if start else split(job.correction)[0]
+    leaves = "".join(f"; the start leaves {price.left():.2f} of that, {_told(entry)}" for entry in more)
     lines = [
-        f"Token penalty used: {used.penalty:g} where all of a group is old, less where a part is "
-        f"({used.optimizer}, {used.correction}; {used.source})."
+        f"Token penalty used: {price.at(1.0, start):.5g} where all of a group is old, less where a part is "
+        f"({job.optimizer}, {name}; {used.source}{leaves})."
     ]
-    far = [
-        f"{si(theirs)} {what} instead of {si(ours)}"
-        for what, theirs, ours in (
-            ("active parameters", used.parameters, size),
-            ("tokens a batch", used.batch_tokens, job.batch_tokens),
-        )
-        if not 1 / NEAR < theirs / ours < NEAR
-    ]
-    if far:
-        lines.append(
-            f"That penalty was not measured at this size: {', '.join(far)}. Treat the net gain as a guess."
-        )
+    for which, entry in zip(("That penalty", "What the start leaves"), (used, *more), strict=False):
+        far = [
+            f"{si(theirs)} {what} instead of {si(ours)}"
+            for what, theirs, ours in (
+                ("active parameters", entry.parameters, size),
+                ("tokens a batch", entry.batch_tokens, job.batch_tokens),
+            )
+            if not 1 / NEAR < theirs / ours < NEAR
+        ]
+        if far:
+            lines.append(
+                f"{which} was not measured at this size: {', '.join(far)}. Treat the net gain as a guess."
+            )
     own = [entry for entry in job.penalties if entry.source.startswith("study ")]
     if own and not used.source.startswith("study "):
         try:
-            ours = find_penalty(own, job.optimizer, job.correction, job.batch_tokens, size)
+            ours = find_penalty(own, job.optimizer, name, job.batch_tokens, size)
         except UserError:  # never measured here
             return lines
-        lines.append(f"Our own nearest figure is {ours.penalty:g} ({ours.source.split('; runs ')[0]}).")
+        lines.append(f"Our own nearest figure is {ours.penalty:g} ({_told(ours)}).")
     return lines
+
+
+def _told(entry: Penalty) -> str:
+    """Where it comes from, without the names of its runs."""
+    return entry.source.split("; runs ")[0]
 
 
 NEAR = 3.0  # beyond this factor in size a penalty is another experiment's
@@ -117,7 +131,7 @@ def _verdict(plan: Plan) -> str:
     best, synchronous, asynchronous = plan.best, plan.best_synchronous, plan.best_asynchronous
     if synchronous is None:
         return f"Only asynchronous layouts were asked for: {describe(best.shape)}."
-    if plan.penalty is None:
+    if plan.price is None:
         return f"Only synchronous layouts were asked for: {describe(best.shape)}."
     if asynchronous is None:
         return f"No asynchronous layout fits or applies; the best is synchronous: {describe(best.shape)}."
@@ -135,16 +149,17 @@ def _verdict(plan: Plan) -> str:
 
 def _start_sentence(layout: Layout) -> str:
     """What the start of the best 2BW layout takes; counted in its tokens/s, as its penalty is."""
-    start = layout.start
+    start, size = layout.start, layout.shape.microbatch_size
     if start is None:
         return (
-            f"No fine start: microbatches of {layout.shape.microbatch_size} sequences on a device cannot be cut into "
-            f"{FINE_PARTS}, so 2BW is ranked without one."
+            f"Best without a fine start: what one is worth was measured for quarters of microbatches, and {size} "
+            f"sequence{'s' if size > 1 else ''} on a device cannot be cut so."
         )
     how = "flushed" if start.key == "optim.sync_start" else f"in microbatches of 1/{FINE_PARTS}"
     return (
         f"The first {start.share:.0%} of 2BW's updates, {how}, take {start.seconds:.3f} s each instead of "
-        f"{layout.speed.seconds:.3f}; its tokens/s are those of the whole run."
+        f"{layout.speed.seconds:.3f}. Its tokens/s above are the mean of the whole run, what is idle or lost is after "
+        "the start."
     )
 
 
@@ -175,7 +190,9 @@ def _break_even(plan: Plan, asynchronous: Layout, synchronous: Layout) -> str:
             "batch, or a model that needs many stages would change that."
         )
     text = f"Break-even: asynchrony pays as long as delay costs less than {speed_up - 1:.1%} more tokens."
-    pays = paying_batches(asynchronous, synchronous, plan.job.batch_tokens, _penalty_by_old_part(plan))
+    pays = paying_batches(
+        asynchronous, synchronous, plan.job.batch_tokens, _penalty_by_old_part(plan, asynchronous)
+    )
     return f"{text} With these layouts, and less of each batch old the larger it is, it {_where(pays)}."
 
 
@@ -193,10 +210,13 @@ def _stretch(low: float, high: float) -> str:
     return f"from about {si(low)} to about {si(high)}" if low else f"up to about {si(high)}"
 
 
-def _penalty_by_old_part(plan: Plan) -> Callable[[float], float]:
-    entry = plan.penalty
-    assert entry is not None, "an asynchronous layout has one"
-    return lambda old: penalty_at(plan.job.penalties, entry, old)
+def _penalty_by_old_part(plan: Plan, layout: Layout) -> Callable[[float], float]:
+    def penalty(old: float) -> float:
+        found = plan.price.at(old, layout.start is not None) if plan.price else None
+        assert found is not None, "a layout that is late was ranked by it"
+        return found
+
+    return penalty
 
 
 def paying_batches(
@@ -208,13 +228,14 @@ def paying_batches(
     and as many of them old; `penalty` is that of an old share. No batch has fewer microbatches than stages.
     """
 
-    def line(layout: Layout) -> tuple[float, float]:
-        spent = losses(layout)
+    def line(spent: dict[str, float]) -> tuple[float, float]:
         constant = spent["update"] + spent["waiting"]
-        longer = layout.mean_seconds / layout.speed.seconds  # by its start
-        return longer * (sum(spent.values()) - constant), longer * constant
+        return sum(spent.values()) - constant, constant
 
-    (slope_a, constant_a), (slope_s, constant_s) = line(asynchronous), line(synchronous)
+    (slope_a, constant_a), (slope_s, constant_s) = line(losses(asynchronous)), line(losses(synchronous))
+    if start := asynchronous.start:
+        slope, constant = line(_spent(start.shape, start.times, start.seconds))
+        slope_a, constant_a = mean_of(start, slope, slope_a), mean_of(start, constant, constant_a)
     shape = asynchronous.shape
     old = shape.old  # of a group that has any number of microbatches: as many as never wait
     if shape.cutover is not None:
@@ -238,103 +259,6 @@ def paying_batches(
             edges.append(low * batch_tokens)
     edges += [inf] if len(edges) % 2 else []
     return list(zip(edges[::2], edges[1::2], strict=True))
-
-
-def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
-    """The settings that run `layout`; None where `slipstream train` cannot."""
-    shape, job = layout.shape, plan.job
-    if why_not(job, shape):
-        return None
-    half = "bfloat16" if shape.asynchronous else "bfloat16_autocast"  # without banks weights stay in float32
-    start = {layout.start.key: layout.start.share} if layout.start else {}
-    chosen: dict[str, dict[str, Any]] = {
-        "model": {"preset": model_name} if model_name in PRESETS else _shape(job.config),
-        "data": {"sequence": job.sequence},
-        "pipeline": {
-            "schedule": RUNNABLE[shape.schedule],
-            "stages": shape.stages,
-            "data_ranks": shape.data_ranks,
-            "microbatches": shape.microbatches,
-            "microbatch_size": shape.microbatch_size * shape.data_ranks,
-            "cutover": shape.cutover,
-            "fine_start": start.get("pipeline.fine_start"),
-            "boundaries": [layers.start for layers in layout.cut[1:]] or None,
-            "in_flight": shape.in_flight,
-            "shard_optimizer": shape.shard_optimizer or None,
-        },
-        "optim": {
-            "name": job.optimizer,
-            "correction": split(job.correction)[0] if shape.asynchronous else None,
-            "sync_start": start.get("optim.sync_start"),
-            "options.state_dtype": "bfloat16" if job.precision.momentum == 2 else None,
-        },
-        "train": {
-            "dtype": half if job.precision.bank == 2 else "float32",
-            "gradient_dtype": "bfloat16" if job.precision.gradient == 2 else None,
-            "activation_checkpointing": shape.checkpointing or None,
-        },
-    }
-    sections = []
-    for section, values in chosen.items():
-        lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
-        sections.append("\n".join([f"[{section}]", *lines]))
-    return "\n\n".join(sections) + "\n"
-
-
-def _shape(config: ModelConfig) -> dict[str, Any]:
-    """A model without a preset, key by key."""
-    left_out = ("init_std", "document_mask", "end_of_document")
-    return {key: value for key, value in asdict(config).items() if key not in left_out}
-
-
-def to_json(plan: Plan, model_name: str) -> dict[str, Any]:
-    """Everything, for programs."""
-    job = plan.job
-    return {
-        "model": model_name,
-        "devices": job.cluster.devices,
-        "device": job.cluster.device.name,
-        "batch_tokens": job.batch_tokens,
-        "sequence": job.sequence,
-        "optimizer": job.optimizer,
-        "correction": job.correction,
-        "considered": plan.considered,
-        "fitting": plan.fitting,
-        "penalty": asdict(plan.penalty) if plan.penalty else None,
-        "explanation": explain(plan),
-        "layouts": [_layout_json(plan, layout, model_name) for layout in plan.layouts],
-    }
-
-
-def _layout_json(plan: Plan, layout: Layout, model_name: str) -> dict[str, Any]:
-    return {
-        **asdict(layout.shape),
-        "boundaries": [layers.start for layers in layout.cut[1:]],
-        "delay": layout.delay,
-        "net_gain": plan.net_gain(layout),
-        "tokens_per_second": layout.tokens_per_second,
-        "seconds_per_update": layout.speed.seconds,
-        "start": _start_json(layout),
-        "seconds_to_loss": plan.job.training_tokens / layout.score,
-        "mfu": layout.mfu,
-        "idle": layout.speed.idle,
-        "losses": losses(layout),
-        "memory_bytes": layout.memory_bytes,
-        "memory": [{**asdict(rank), "total": rank.total} for rank in layout.memory],
-        "toml": to_toml(plan, layout, model_name),
-    }
-
-
-def _start_json(layout: Layout) -> dict[str, Any] | None:
-    start = layout.start
-    if start is None:
-        return None
-    return {
-        "key": start.key,
-        "share": start.share,
-        "microbatches": start.shape.microbatches,
-        "seconds_per_update": start.seconds,
-    }
 
 
 def gib(value: float) -> str:

@@ -11,6 +11,7 @@ from slipstream.plan.devices import Cluster
 from slipstream.plan.memory import BF16, Precision, StageMemory
 from slipstream.plan.parts import Timing
 from slipstream.plan.penalty import Penalty, load_penalties
+from slipstream.plan.price import Price
 from slipstream.plan.start import Start, mean_seconds
 from slipstream.plan.throughput import Shape, Speed, StageTimes
 
@@ -87,11 +88,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Plan:
-    """Ranked layouts, best first, with the token penalty of the delayed ones and the size of the search."""
+    """Ranked layouts, best first, with what delay costs in tokens and the size of the search."""
 
     job: Job
     layouts: tuple[Layout, ...]
-    penalty: Penalty | None  # None where only a synchronous schedule was asked for
+    price: Price | None  # None where only a synchronous schedule was asked for
     considered: int
     fitting: int
 

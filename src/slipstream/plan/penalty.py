@@ -6,15 +6,14 @@
 The table ships in penalty.json. An entry is chosen by optimizer and correction, then by the least distance
 |log batch ratio| + |log model ratio|; its source is shown with every plan, because it decides the answer. With a
 cutover only a share of a group is old: entries measured at that place with other shares are points of a curve from
-(0, 1), linear between them (`penalty_at`). A start of another kind was measured at few places: elsewhere it is taken to
-leave the same share of what delay costs there (`with_start`).
+(0, 1), linear between them (`penalty_at`). What a start leaves of it is in price.py.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from itertools import pairwise
 from math import inf, log
@@ -112,10 +111,10 @@ def same_place(one: Penalty, other: Penalty) -> bool:
 
 
 def _same_setting(one: Penalty, other: Penalty) -> bool:
-    return (one.optimizer, one.correction) == (other.optimizer, other.correction) and _same_sizes(one, other)
+    return (one.optimizer, one.correction) == (other.optimizer, other.correction) and same_sizes(one, other)
 
 
-def _same_sizes(one: Penalty, other: Penalty) -> bool:
+def same_sizes(one: Penalty, other: Penalty) -> bool:
     sizes = ((one.batch_tokens, other.batch_tokens), (one.parameters, other.parameters))
     return all(abs(log(a / b)) < log(1.05) for a, b in sizes)
 
@@ -129,29 +128,6 @@ def penalty_at(table: Sequence[Penalty], entry: Penalty, old: float) -> float:
         if old <= high:
             return below + (above - below) * (old - low) / (high - low)
     return known[-1][1]
-
-
-def with_start(table: Sequence[Penalty], started: Penalty, plain: Penalty) -> Penalty:
-    """What `plain` becomes by the start that `started` was measured with, perhaps at another batch and model."""
-    if _same_sizes(started, plain):
-        return started
-    beside = [
-        entry
-        for entry in table
-        if (entry.optimizer, entry.correction, entry.old) == (plain.optimizer, plain.correction, started.old)
-        and _same_sizes(entry, started)
-    ]
-    if not beside or beside[0].penalty <= 1:
-        return started
-    left = (started.penalty - 1) / (beside[0].penalty - 1)
-    measured = started.source.split("; runs ")[0]
-    return replace(
-        plain,
-        correction=started.correction,
-        penalty=round(1 + left * (plain.penalty - 1), 4),
-        gap=None,
-        source=f"{plain.source}; the start leaves {left:.2f} of that, as in {measured}",
-    )
 
 
 def _entry_text(entry: Penalty) -> str:

@@ -21,7 +21,7 @@ from slipstream.models.sizes import active_parameters, flops_per_token, paramete
 from slipstream.plan.candidates import Cut, Fitter, shapes
 from slipstream.plan.layout import Job, Layout, Plan, describe, why_not
 from slipstream.plan.memory import StageMemory, state_bytes
-from slipstream.plan.penalty import Penalty, find_penalty, penalty_at, with_start
+from slipstream.plan.price import Price, find_price
 from slipstream.plan.start import Start, mean_seconds, split, start_shape
 from slipstream.plan.throughput import Shape, StageTimes, estimate, simulated, with_cutover
 from slipstream.schedule.generate import GENERATORS, canonical
@@ -31,39 +31,30 @@ SIMULATED_PER_SCHEDULE = 3
 
 def plan(job: Job) -> Plan:
     """Search, rank, simulate. Raises `UserError` with the nearest layout that works when there is none."""
-    penalty = _penalty_for(job)
-    considered, fitting = _fits(job, penalty)
+    price = _price_for(job)
+    considered, fitting = _fits(job, price)
     if not fitting:
         raise UserError(nothing_works(job))
     layouts: list[Layout] = []
     for name in dict.fromkeys(entry.shape.schedule for entry in fitting):
         layouts += _simulated(job, [entry for entry in fitting if entry.shape.schedule == name])
     layouts.sort(key=lambda layout: -layout.score)
-    return Plan(job, tuple(layouts), penalty, considered, len(fitting))
+    return Plan(job, tuple(layouts), price, considered, len(fitting))
 
 
-def _penalty_for(job: Job) -> Penalty | None:
+def _price_for(job: Job) -> Price | None:
     state_bytes(job.optimizer)  # a name that nobody knows is no matter of penalties
     if job.schedule is not None and GENERATORS[canonical(job.schedule)].synchronous:  # nothing is delayed
         return None
-    return _found(job, job.correction)
+    size = active_parameters(job.config)
+    return find_price(job.penalties, job.optimizer, job.correction, job.batch_tokens, size)
 
 
-def _found(job: Job, correction: str) -> Penalty:
-    def nearest(correction: str) -> Penalty:
-        size = active_parameters(job.config)
-        return find_penalty(job.penalties, job.optimizer, correction, job.batch_tokens, size)
-
-    found, (always, start) = nearest(correction), split(correction)
-    known = any((entry.optimizer, entry.correction) == (job.optimizer, always) for entry in job.penalties)
-    return with_start(job.penalties, found, nearest(always)) if start and known else found
-
-
-def _fits(job: Job, penalty: Penalty | None) -> tuple[int, list[_Fitting]]:
+def _fits(job: Job, price: Price | None) -> tuple[int, list[_Fitting]]:
     """How many shapes there are, and those that fit, the best by closed form first."""
     room = job.cluster.device.room_bytes
     fitter = Fitter(job)
-    considered, fitting = 0, []
+    considered, fitting, unpriced = 0, [], False
     for shape in shapes(job):
         considered += 1
         found = fitter.fit(shape, room)
@@ -73,10 +64,19 @@ def _fits(job: Job, penalty: Penalty | None) -> tuple[int, list[_Fitting]]:
                 "delay_compensation" not in job.correction
             ):  # it needs all of a group's gradients taken at one bank
                 shape = with_cutover(times, shape)
-            start = _start(job, fitter, shape, cut)
-            tokens = _penalty(job, penalty, shape, start)
+            start = _start(job, fitter, shape, cut, times)
+            tokens = price.at(shape.old, start is not None) if price and shape.asynchronous else 1.0
+            if tokens is None:  # it cannot have the start, and nobody knows what delay costs without
+                unpriced = True
+                continue
             seconds = mean_seconds(start, estimate(times, shape))
             fitting.append(_Fitting(tokens * seconds, tokens, shape, cut, memory, times, start))
+    if unpriced and not fitting:
+        always, start = split(job.correction)
+        raise UserError(
+            f"No layout can have a {start.replace('_', ' ')}, and the penalty table has no entry for {job.optimizer} "
+            f"with correction {always} alone. Add one to it, or give larger microbatches with --microbatch-size."
+        )
     fitting.sort(key=lambda entry: entry.seconds)
     return considered, fitting
 
@@ -93,22 +93,14 @@ class _Fitting(NamedTuple):
     start: Start | None  # by closed form too
 
 
-def _start(job: Job, fitter: Fitter, shape: Shape, cut: Cut) -> Start | None:
+def _start(job: Job, fitter: Fitter, shape: Shape, cut: Cut, times: StageTimes) -> Start | None:
     found = start_shape(shape, split(job.correction)[1])
     if found is None:
         return None
     key, share, first = found
-    times = fitter.times(first, cut)
+    if first.asynchronous:  # else its actions are those of the rest, and so is what drives them
+        times = fitter.times(first, cut)
     return Start(key, share, first, times, estimate(times, first))
-
-
-def _penalty(job: Job, entry: Penalty | None, shape: Shape, start: Start | None) -> float:
-    if entry is None or not shape.asynchronous:
-        return 1.0
-    always, name = split(entry.correction)
-    if name and start is None:  # a layout that cannot have it
-        entry = _found(job, always)
-    return penalty_at(job.penalties, entry, shape.old)
 
 
 def _simulated(job: Job, entries: Sequence[_Fitting]) -> list[Layout]:
@@ -211,7 +203,7 @@ def _nearest(job: Job, forced: dict[str, object]) -> str:
         for freed in combinations(forced, count):
             relaxed = _free(job, freed)
             try:
-                _, fitting = _fits(relaxed, _penalty_for(relaxed))
+                _, fitting = _fits(relaxed, _price_for(relaxed))
             except UserError:  # another schedule would need a token penalty that no one has measured
                 continue
             found += fitting[:1]
@@ -230,7 +222,7 @@ def _free(job: Job, names: Iterable[str]) -> Job:
 def _more_devices(job: Job) -> str:
     for factor in (2, 4, 8, 16, 32):
         larger = replace(job, cluster=replace(job.cluster, devices=job.cluster.devices * factor))
-        _, fitting = _fits(larger, _penalty_for(larger))
+        _, fitting = _fits(larger, _price_for(larger))
         if fitting:
             return f"The nearest that works: {larger.cluster.devices} devices ({describe(fitting[0].shape)})."
     return "Nor on 32 times as many: use devices with more memory, or a shorter sequence."

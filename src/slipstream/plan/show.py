@@ -9,10 +9,11 @@ from rich.text import Text
 
 from slipstream.formats import si
 from slipstream.models.sizes import active_parameters, parameters
-from slipstream.plan.explain import explain, gib, to_toml
+from slipstream.plan.explain import explain, gib
 from slipstream.plan.layout import Layout, Plan, why_not
 from slipstream.plan.start import FINE_PARTS, FINE_START
 from slipstream.plan.throughput import costs, schedule_of
+from slipstream.plan.written import to_toml
 from slipstream.schedule.plot.terminal import terminal
 from slipstream.schedule.simulate import simulate
 

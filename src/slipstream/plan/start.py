@@ -14,6 +14,7 @@ from slipstream.plan.throughput import Shape, StageTimes
 
 SYNC_START, FINE_START = 0.1, 0.2  # of the updates
 FINE_PARTS = 4
+STARTS = ("sync_start", "fine_start")
 
 
 @dataclass(frozen=True)
@@ -27,25 +28,30 @@ class Start:
     seconds: float
 
 
+def mean_of(start: Start, first: float, rest: float) -> float:
+    """Over all updates, of what is `first` in the start and `rest` after it."""
+    return start.share * first + (1 - start.share) * rest
+
+
 def mean_seconds(start: Start | None, rest: float) -> float:
     """Per update of the whole run, where one after the start takes `rest`."""
-    return start.share * start.seconds + (1 - start.share) * rest if start else rest
+    return mean_of(start, start.seconds, rest) if start else rest
 
 
 def split(correction: str) -> tuple[str, str]:
-    """What is done about delay all the time, and the name of the start."""
-    always, _, start = correction.partition("+")
-    return always, start
+    """What is done about delay all the time, and the start, if there is one."""
+    always, _, start = correction.rpartition("+")
+    return (always, start) if start in STARTS else (correction, "")
 
 
 def start_shape(shape: Shape, name: str) -> tuple[str, float, Shape] | None:
     """Key, share and shape of the first updates; None where there is no such start, or a layout cannot have it."""
-    if not shape.asynchronous:
+    if not shape.asynchronous or not name:
         return None
     if name == "sync_start":
         return "optim.sync_start", SYNC_START, replace(shape, schedule="1f1b", in_flight=None, cutover=None)
     size, rest = divmod(shape.microbatch_size, FINE_PARTS)
-    if name != "fine_start" or rest:
+    if rest or shape.cutover is None:  # then all of it would be old, however fine
         return None
     finer = replace(shape, microbatches=FINE_PARTS * shape.microbatches, microbatch_size=size)
     return "pipeline.fine_start", FINE_START, finer

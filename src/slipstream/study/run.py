@@ -17,6 +17,7 @@ from typing import Any
 
 from slipstream.data.shards import find_shards
 from slipstream.errors import UserError
+from slipstream.study.only import matching
 from slipstream.study.pool import Pool, Worker
 from slipstream.study.results import FAILED_FILE, Result, collect, losses, read_folder, write_failure
 from slipstream.study.show import Show
@@ -92,18 +93,22 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show, also: Sequenc
     """Run what neither `out` nor the results of `also` hold; Ctrl-C ends the runs under way in order."""
     out.mkdir(parents=True, exist_ok=True)
     results = collect(out, *also)
+
+    def wanted(expansion: Expansion) -> list[Point]:
+        return matching(expansion.points, limits.only, study.labels())
+
     if limits.retry:
-        _forget_failures(study, results, out, limits.only)
+        _forget_failures(wanted(study.expand(losses(results))), results, out)
     deadline = None if limits.minutes is None else time.monotonic() + 60 * limits.minutes
     clock, outcome = Clock(results), Outcome()
     attempted: set[str] = set()
 
     def missing() -> list[Point]:
-        return [point for point in expansion.matching(limits.only) if point.digest not in results]
+        return [point for point in wanted(expansion) if point.digest not in results]
 
     expansion = study.expand(losses(results))
     _check_data(expansion)
-    if limits.only is not None and not expansion.matching(limits.only):
+    if limits.only is not None and not wanted(expansion):
         names = "\n  ".join(point.name for point in expansion.points[:12])
         more = f" {expansion.waiting} more get their names once a grid has ended."
         later = more if expansion.waiting else ""
@@ -111,7 +116,7 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show, also: Sequenc
     done = sum(1 for point in expansion.points if point.digest in results)
     later = f" and {expansion.waiting} to be chosen" if expansion.waiting else ""
     show.note(f"{study.name}: {len(expansion.points)} runs{later}, {done} done. Runs: {out}")
-    outcome.failed_before = len(_failures(expansion, results, limits.only))
+    outcome.failed_before = len(_failures(wanted(expansion), results))
     with Pool(limits.workers, out) as pool, show:
         pool.prepare(len(missing()))
         while True:
@@ -164,15 +169,15 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show, also: Sequenc
     return outcome
 
 
-def _forget_failures(study: Study, results: dict[str, Result], out: Path, only: str | None) -> None:
+def _forget_failures(points: Sequence[Point], results: dict[str, Result], out: Path) -> None:
     """Those of the runs that are wanted now: other studies keep theirs in the same folder."""
-    for point in _failures(study.expand(losses(results)), results, only):
+    for point in _failures(points, results):
         rmtree(out / point.folder, ignore_errors=True)
         del results[point.digest]
 
 
-def _failures(expansion: Expansion, results: Mapping[str, Result], only: str | None) -> list[Point]:
-    ended = [point for point in expansion.matching(only) if point.digest in results]
+def _failures(points: Sequence[Point], results: Mapping[str, Result]) -> list[Point]:
+    ended = [point for point in points if point.digest in results]
     return [point for point in ended if results[point.digest].failed]
 
 

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from itertools import product
 from typing import Any
 
@@ -81,13 +80,7 @@ class Point:
 
     @property
     def name(self) -> str:
-        return _text(self.labels)
-
-    @property
-    def beginnings(self) -> list[str]:
-        """Of the name, each with a value more."""
-        labels = list(self.labels.items())
-        return [_text(dict(labels[:count])) for count in range(1, len(labels) + 1)]
+        return name_of(self.labels)
 
     @property
     def folder(self) -> str:
@@ -103,20 +96,6 @@ class Expansion:
     points: tuple[Point, ...]
     waiting: int
     notes: tuple[str, ...]
-
-    def matching(self, pattern: str | None) -> list[Point]:
-        """The runs whose name has the pattern in it; all of them without one.
-
-        A pattern that ends with a whole value means no other that begins like it: `mode=ef` is not `mode=ef 1/3`.
-        """
-        if pattern is None:
-            return list(self.points)
-        values = {_text({axis: label}) for point in self.points for axis, label in point.labels.items()}
-        if not any(pattern.endswith(value) for value in values):
-            return [point for point in self.points if fnmatch(point.name, f"*{pattern}*")]
-        return [
-            point for point in self.points if any(fnmatch(name, f"*{pattern}") for name in point.beginnings)
-        ]
 
 
 @dataclass(frozen=True)
@@ -184,11 +163,11 @@ class _Expansion:
         try:
             config = resolve(from_tree(tree))
         except UserError as error:
-            raise UserError(f"The run {_text(labels)} of this study cannot work. {error}") from None
+            raise UserError(f"The run {name_of(labels)} of this study cannot work. {error}") from None
         if config.pipeline.schedule != "emulate":
             raise UserError(
-                f"The run {_text(labels)} of this study has pipeline.schedule = '{config.pipeline.schedule}'. A study "
-                "runs each run in one process: drop it, or set it to emulate."
+                f"The run {name_of(labels)} of this study has pipeline.schedule = '{config.pipeline.schedule}'. "
+                "A study runs each run in one process: drop it, or set it to emulate."
             )
         return Point(labels, config, digest(config))
 
@@ -217,7 +196,7 @@ class _Expansion:
     def _best(
         self, node: Tune, group: tuple[str, ...], tried: list[tuple[Choice, float | None]]
     ) -> Choice | None:
-        where = _text(dict(zip(node.by, group, strict=True)))
+        where = name_of(dict(zip(node.by, group, strict=True)))
         if not tried:
             raise UserError(f"tune = '{node.axis}' has no run in `over` for {where}. Add it, or use `like`.")
         by_label: dict[str, list[float]] = {}
@@ -278,7 +257,7 @@ def _labels(
 ) -> tuple[str, ...]:
     found = {choice.axis: choice.label for choice in combination}
     if missing := [axis for axis in by if axis not in found]:
-        raise UserError(f"tune is by {names(by)}, and a run has no {names(missing)}: {_text(found)}.")
+        raise UserError(f"tune is by {names(by)}, and a run has no {names(missing)}: {name_of(found)}.")
     return tuple((like or {}).get(axis, {}).get(found[axis], found[axis]) for axis in by)
 
 
@@ -303,7 +282,7 @@ def merge(base: Tree, change: Tree) -> Tree:
     return merged
 
 
-def _text(labels: Mapping[str, str]) -> str:
+def name_of(labels: Mapping[str, str]) -> str:
     return " ".join(f"{axis}={label}" for axis, label in labels.items())
 
 
