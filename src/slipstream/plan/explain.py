@@ -84,7 +84,9 @@ def _penalty_sentences(plan: Plan, price: Price, start: bool) -> list[str]:
     job, size = plan.job, active_parameters(plan.job.config)
     used, *more = price.entries(start)
     name = job.correction if start else split(job.correction)[0]
-    leaves = "".join(f"; the start leaves {price.left():.2f} of that, {_told(entry)}" for entry in more)
+    leaves = "".join(
+        f"; of what it adds the start leaves {price.left():.2f}, by {_told(entry)}" for entry in more
+    )
     lines = [
         f"Token penalty used: {price.at(1.0, start):.5g} where all of a group is old, less where a part is "
         f"({job.optimizer}, {name}; {used.source}{leaves})."
