@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +26,10 @@ _REVISION = 1  # raised when the way from sources to shards changes
 def sources() -> list[Path]:
     """The library's modules in a fixed order."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = [
-        path for path in root.rglob("*.py") if not _SKIPPED.intersection(path.relative_to(root).parts[:-1])
-    ]
+    found = []
+    for folder, inside, names in os.walk(root):
+        inside[:] = set(inside) - _SKIPPED
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
     if not found:
         raise DataError(
             f"This Python has no library sources under {root}, so there is no embedded corpus. "
