@@ -50,7 +50,7 @@ class Model:
         self.cutover = microbatches if cutover is None else cutover
         self.schedule = build("2bw", stages, microbatches, groups, in_flight=in_flight, cutover=self.cutover)
         self.held_to_the_end = held_to_the_end
-        self.streams = defaultdict(list)  # (rank, name) -> all its kernels, in order
+        self.last = defaultdict(dict)  # rank -> of each stream the kernel that was queued last
         self.queued = defaultdict(deque)  # (rank, queue) -> kernels that hold it up, in order
         self.begun, self.done = set(), set()  # of those that have begun, the ones that are not done
         self.needs = {}  # kernel -> kernels of its own device that must be done before
@@ -87,7 +87,7 @@ class Model:
             else:
                 self.update(rank, group)
             self.offer(rank)
-            yield lambda: all(self.done.issuperset(self.streams[rank, name][-1:]) for name in NAMES), False
+            yield lambda: self.done.issuperset(self.last[rank].values()), False
         yield from self.drain(rank)
 
     # What an update does, on one data rank: it tells its norms as soon as it begins.
@@ -167,9 +167,9 @@ class Model:
 
     def queue(self, rank, name, at, *needs):
         kernel = (rank, name, at)
-        stream = self.streams[rank, name]
-        self.needs[kernel] = (*needs, *stream[-1:])
-        stream.append(kernel)
+        last = self.last[rank].get(name)
+        self.needs[kernel] = needs if last is None else (*needs, last)
+        self.last[rank][name] = kernel
         self.queued[rank, self.queues[name]].append(kernel)
         return kernel
 
@@ -194,7 +194,7 @@ class Model:
                 if not self.held_to_the_end:
                     line.popleft()
                 moved = True
-        for kernel in sorted(self.begun, key=str):
+        for kernel in self.begun:  # in any order: each is done if all that run with it have begun
             if kernel not in self.done and self.begun.issuperset(self.together(kernel)):
                 self.done.update(self.together(kernel))
                 moved = True
