@@ -8,6 +8,8 @@ Weights that stay whole beyond that would be read again, stale.
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 Prepare = Callable[[nn.Module], nn.Module | None]
+_DICTS = (dict, OrderedDict)
 Part = tuple[int, bool]  # of a group: its number, whether it is the fresh part (z_g) or the old one (a bank)
 
 
@@ -68,6 +71,15 @@ class Replica:
         for i in list(self.freed) if indices is None else indices:
             if i in self.freed:
                 self.weights[i].untyped_storage().resize_(self.freed.pop(i))
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """A deep copy. Most of what a module holds are empty dicts, for hooks it has not: they are copied here, which takes
+    half the time."""
+    held = [value for part in module.modules() for value in vars(part).values()]
+    return copy.deepcopy(
+        module, {id(each): type(each)() for each in held if type(each) in _DICTS and not each}
+    )
 
 
 def blank_like(replica: Replica) -> Replica:

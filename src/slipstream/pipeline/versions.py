@@ -13,7 +13,6 @@ it whoever reads it (`compact.py`).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +29,7 @@ from slipstream.pipeline.replica import (
     blank_like,
     caches,
     check_replicas,
+    copied,
     copy_fixed,
     make_replica,
 )
@@ -79,7 +79,7 @@ class Versions:
         without_values = ready is not None or any(p.is_meta for p in master.parameters())
         count = delay + 2 if cutover.mixed and looks_ahead else delay + 1
         self.replicas = (
-            [make_replica(copy.deepcopy(master), bank_dtype, prepare) for _ in range(count)]
+            [make_replica(copied(master), bank_dtype, prepare) for _ in range(count)]
             if ready is None
             else [make_replica(module, None, None) for module in ready]
         )
