@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -41,8 +41,10 @@ class Change:
         return f"{self.name}: the run has {had}, {now}"
 
 
-def describe() -> Iterator[Key]:
+@cache
+def describe() -> tuple[Key, ...]:
     """Every key with its type, default and meaning, in the order of the tree."""
+    found = []
     for section, info in Config.model_fields.items():
         settings = info.annotation
         assert isinstance(settings, type)
@@ -50,13 +52,16 @@ def describe() -> Iterator[Key]:
         for name, field in settings.model_fields.items():
             extra = field.json_schema_extra
             assert isinstance(extra, dict)
-            yield Key(
-                name=f"{section}.{name}",
-                type=_type_name(field.annotation),
-                default=field.get_default(call_default_factory=True),
-                meaning=field.description or "",
-                reach=Reach(str(extra["reach"])),
+            found.append(
+                Key(
+                    name=f"{section}.{name}",
+                    type=_type_name(field.annotation),
+                    default=field.get_default(call_default_factory=True),
+                    meaning=field.description or "",
+                    reach=Reach(str(extra["reach"])),
+                )
             )
+    return tuple(found)
 
 
 def to_toml(config: Config) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from math import inf
 
@@ -29,7 +30,7 @@ from slipstream.plan.partition import partition
 from slipstream.plan.parts import LOSS_SCRATCH_MOST, build_model, stage_parts, stage_seconds
 from slipstream.plan.throughput import Shape, StageTimes, rank_of, rank_sums, stage_times
 from slipstream.schedule.cutover import default_cutover
-from slipstream.schedule.generate import build, canonical
+from slipstream.schedule.generate import GENERATORS, build, canonical
 
 SCHEDULES = ("pipedream_2bw", "1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
 MICROBATCH_SIZES = (1, 2, 4, 8, 16, 32)
@@ -117,7 +118,7 @@ class Fitter:
         self.job = job
         self.model = build_model(job.config, job.sequence, job.cluster.device, job.precision, job.timings)
         self._cuts: dict[tuple, Cut | None] = {}
-        self._held_together: dict[tuple, Held] = {}
+        self._segments: dict[tuple, Callable[[int, int], float]] = {}
 
     def fit(self, shape: Shape, room: float) -> tuple[Cut, tuple[StageMemory, ...], StageTimes] | None:
         """The best cut that leaves no rank with more than `room` bytes; None where there is none."""
@@ -182,12 +183,19 @@ class Fitter:
 
     def _seconds(self, shape: Shape) -> Callable[[int, int], float]:
         """What a microbatch's forward and backward take on a stage, by its edges in halves of layers."""
+        key = (shape.microbatch_size, shape.checkpointing)
+        if key not in self._segments:
+            self._segments[key] = self._segment_seconds(shape)
+        return self._segments[key]
+
+    def _segment_seconds(self, shape: Shape) -> Callable[[int, int], float]:
         model, end = self.model, 2 * len(self.model.layers)
         embedding, attention, mlp, head = (
             sum(stage_seconds([part], shape.microbatch_size, shape.checkpointing))
             for part in (model.embedding, *model.halves, model.head)
         )
 
+        @cache
         def seconds(first: int, last: int) -> float:
             # Counted, not added up: stages with the same layers are equal to the last bit, and even cuts are found.
             layers = ((last + 1) // 2 - (first + 1) // 2) * attention + (last // 2 - first // 2) * mlp
@@ -306,9 +314,10 @@ class Fitter:
         microbatches = min(shape.microbatches, most)
         if shape.schedule == "interleaved_1f1b":
             microbatches -= microbatches % shape.stages
-        key = (shape.schedule, shape.stages, microbatches, shape.in_flight)
-        if key not in self._held_together:
-            groups = 2 if shape.asynchronous else 1
-            schedule = build(shape.schedule, shape.stages, microbatches, groups, in_flight=shape.in_flight)
-            self._held_together[key] = held_together(schedule)
-        return self._held_together[key]
+        return _held_together(shape.schedule, shape.stages, microbatches, shape.in_flight)
+
+
+@cache  # of many plans as of one: where nothing fits, fewer layers and more devices are looked at
+def _held_together(name: str, stages: int, microbatches: int, in_flight: int | None) -> Held:
+    groups = 1 if GENERATORS[name].synchronous else 2
+    return held_together(build(name, stages, microbatches, groups, in_flight=in_flight))
