@@ -173,26 +173,29 @@ def test_what_a_stage_hands_on_beside_tensors_with_gradients():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"correction": "error_feedback", "max_grad_norm": 0.1},
-        {"correction": "error_feedback", "cutover": 4, "m": 8},
-        {"correction": "error_feedback", "cutover": 4, "m": 8, "outputs": False},
-        {"correction": "error_feedback", "outputs": False, "evaluations": (4,)},
-        {"correction": "none", "synchronous": 3, "outputs": False},
-        {"correction": "error_feedback", "bank_dtype": torch.bfloat16, "cutover": 4, "m": 8},
-        {"correction": "error_feedback", "max_grad_norm": 0.1, "tied": True, "drains": (4,)},
+    ("stages", "options"),
+    [  # on three stages one is neither the first nor the last
+        (2, {"correction": "error_feedback", "max_grad_norm": 0.1}),
+        (3, {"correction": "error_feedback", "max_grad_norm": 0.1}),
+        (3, {"correction": "error_feedback", "cutover": 4, "m": 8}),
+        (2, {"correction": "error_feedback", "cutover": 4, "m": 8, "outputs": False}),
+        (3, {"correction": "error_feedback", "outputs": False, "evaluations": (4,)}),
+        (3, {"correction": "none", "synchronous": 3, "outputs": False}),
+        (2, {"correction": "error_feedback", "bank_dtype": torch.bfloat16, "cutover": 4, "m": 8}),
+        (3, {"correction": "error_feedback", "max_grad_norm": 0.1, "tied": True, "drains": (4,)}),
         # The master is put together for a validation, from weights that give their memory back meanwhile.
-        {
-            "correction": "error_feedback",
-            "bank_dtype": torch.bfloat16,
-            "cutover": 3,
-            "compact_master": True,
-            "evaluations": (4, 6),
-        },
+        (
+            3,
+            {
+                "correction": "error_feedback",
+                "bank_dtype": torch.bfloat16,
+                "cutover": 3,
+                "compact_master": True,
+                "evaluations": (4, 6),
+            },
+        ),
     ],
 )
-@pytest.mark.parametrize("stages", [2, 3])
 def test_the_engine_gives_the_same_bits(pool, stages, options):
     m = options.get("m", 4)
     for plain, recorded, (slots, _, forwards, backwards) in pool.run(

@@ -9,6 +9,7 @@ from tests.train.conftest import assert_equal_weights
 from slipstream.train import checkpoint
 
 SCHEDULES = ["1f1b", "gpipe", "interleaved_1f1b", "zbv"]
+CHUNKS = ["1f1b", "zbv"]  # one on each rank, and two
 RECOMPUTED = "train.activation_checkpointing=true"
 
 
@@ -20,7 +21,7 @@ def test_torch_schedules_equal_training_without_delay(runs, reference, schedule)
     assert found == pytest.approx(reference.events("synchronous", "finish")[0]["validation_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])  # one chunk on each rank, and two
+@pytest.mark.parametrize("schedule", CHUNKS)
 def test_a_single_stage_trains_the_same_and_goes_on_with_two(runs, reference, schedule):
     """Its embedding and its head are one weight, which other stages hold apart. Nor does it change a bit that
     activations are recomputed."""
@@ -47,7 +48,7 @@ def test_experts(runs, schedule):
     assert_equal_weights(runs.weights("run"), runs.weights("whole"))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", CHUNKS)
 def test_data_ranks_agree_with_one(runs, reference, schedule):
     """But for the order in which the gradients of rows are added."""
     runs.train("run", f"pipeline.schedule={schedule}", "pipeline.stages=2", "pipeline.data_ranks=2")
