@@ -300,9 +300,11 @@ if __name__ == "__main__":
 
     import warm  # this file, by the name that forked processes know it by
 
+    *descriptors, place = sys.argv[1:]
     for module in PRELOADED:
+        if select.select([int(descriptors[0])], [], [], 0)[0]:
+            sys.exit()  # the process that started this one is gone
         with contextlib.suppress(ModuleNotFoundError):  # transformers may be missing
             import_module(module)
-    *descriptors, place = sys.argv[1:]
     warm.use(place)
     become(*serve(*map(int, descriptors)))
