@@ -26,15 +26,19 @@ gc.disable()  # until all is imported, which is never garbage
 
 # Begun first where several processes share the tests: one that is begun last is waited for by one core alone.
 LONGEST = (
-    "pipeline/test_cutover_engine.py", "train/test_trainer.py", "study/test_run.py", "train/test_health.py",
-    "pipeline/test_placement.py", "train/test_torch_schedules.py", "pipeline/test_depth_trial.py",
-    "distributed/test_launch.py", "train/test_signals.py", "pipeline/test_waits.py", "pipeline/test_cutover.py",
-    "test_cli.py", "pipeline/test_runtime.py", "train/test_in_memory.py", "train/test_elastic.py", "test_readme.py",
-    "optim/test_delay.py", "pipeline/test_models.py", "train/test_extras.py", "train/test_stalled.py",
-    "bench/test_bench_command.py", "bench/test_stage_speed.py", "train/test_fine_start.py", "train/test_recorded.py",
-    "train/test_compile.py", "plan/test_planner.py", "study/test_sweep.py", "train/test_data_ranks.py",
-    "test_tutorial.py", "train/test_numbers_only.py", "pipeline/test_emulator.py", "pipeline/test_compact.py",
-    "pipeline/test_dcp.py",
+    "pipeline/test_cutover_engine.py", "train/test_trainer.py", "train/test_health.py",
+    "train/test_torch_schedules.py", "pipeline/test_runtime.py", "pipeline/test_placement.py",
+    "train/test_fine_start.py", "train/test_stalled.py", "pipeline/test_compact.py", "study/test_run.py",
+    "plan/test_planner.py", "train/test_signals.py", "distributed/test_launch.py", "pipeline/test_waits.py",
+    "train/test_data_ranks.py", "pipeline/test_emulator.py", "train/test_hugging_face.py",
+    "pipeline/test_cutover.py", "train/test_elastic.py", "train/test_compile.py",
+    "bench/test_bench_command.py", "pipeline/test_mesh.py", "pipeline/test_depth_trial.py", "test_readme.py",
+    "pipeline/test_graphs.py", "plan/test_plan_cli.py", "bench/test_race.py", "bench/test_stage_speed.py",
+    "train/test_numbers_only.py", "pipeline/test_dcp.py", "test_tutorial.py", "train/test_remote.py",
+    "distributed/test_device_group.py", "pipeline/test_models.py", "train/test_own.py",
+    "bench/test_rivals.py", "schedule/test_closed_forms.py", "test_cli.py", "bench/test_language.py",
+    "pipeline/test_stage_graphs.py", "fuzz/test_fuzz.py", "train/test_preflight.py",
+    "pipeline/test_memory.py", "train/test_recorded.py", "bench/test_train.py", "optim/test_noisy_matrix.py",
 )  # fmt: skip
 
 

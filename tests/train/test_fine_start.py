@@ -160,7 +160,7 @@ def test_the_start_says_what_it_waits_for():
 
 
 def test_data_ranks_share_finer_microbatches(runs):
-    settings = ["pipeline.microbatch_size=4", *FINE]
+    settings = ["pipeline.microbatch_size=4", *FINE, "train.steps=8"]
     runs.train("one", "pipeline.stages=2", *settings)
     runs.train("two", "pipeline.stages=2", "pipeline.data_ranks=2", *settings)
     for (_, one), (_, two) in zip(losses(runs, "one"), losses(runs, "two"), strict=True):
