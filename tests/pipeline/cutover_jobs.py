@@ -30,19 +30,20 @@ CLIP = 0.1
 
 def cases_at(stages):
     """Each optimizer, with error feedback and clipping and with neither: c = 0, 1, P-1, P+1, m-1, m and one that
-    changes with the group. With one of the two, and with another look-ahead: one that changes.
-
-    On four stages all of that. On fewer a cutover that stays goes with one of the two ways, and with the other on one
-    stage more, so that each two of an optimizer, a way and a cutover meet on every number of stages."""
+    changes with the group. With one of the two, and with another look-ahead: one that changes."""
     fixed = sorted({0, 1, max(stages - 1, 0), min(stages + 1, M), M - 1, M})
-    ways = ({"correction": "error_feedback", "max_grad_norm": CLIP}, {"correction": "none"})
-    others = ({"correction": "error_feedback"}, {"correction": "none", "max_grad_norm": CLIP})
-    cases = []
-    for i, optimizer in enumerate(OPTIMIZERS.values()):
-        cases += [{"optimizer": optimizer, **way, "cutover": swings} for way in (*ways, *others)]
-        for j, way in enumerate(ways):
-            some = fixed if stages == 4 else [c for c in fixed if (c + i + j + stages) % 2]
-            cases += [{"optimizer": optimizer, **way, "cutover": cutover} for cutover in some]
+    ways = [
+        ({"correction": "error_feedback", "max_grad_norm": CLIP}, [*fixed, swings]),
+        ({"correction": "none"}, [*fixed, swings]),
+        ({"correction": "error_feedback"}, [swings]),
+        ({"correction": "none", "max_grad_norm": CLIP}, [swings]),
+    ]
+    cases = [
+        {"optimizer": optimizer, **way, "cutover": cutover}
+        for optimizer in OPTIMIZERS.values()
+        for way, cutovers in ways
+        for cutover in cutovers
+    ]
     ahead = {"optimizer": tiny.momentum, "correction": "momentum_prediction", "in_flight": 5}
     deep = [{**ahead, "cutover": cutover} for cutover in (2, swings)] if stages > 1 else []
     return [*cases, *deep]
