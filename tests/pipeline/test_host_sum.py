@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from slipstream.distributed.wires import Wire
-from slipstream.distributed.world import share
 from slipstream.errors import StageError
 from slipstream.pipeline.host_sum import HostSum, PeerLost, suits
 from slipstream.pipeline.neighbours import Neighbour, Waiting
@@ -67,15 +66,3 @@ def test_a_stranger_is_shown_out(pool):
     (first, _), (second, shown_out) = pool.run("pipeline.host_sum_jobs:a_stranger", ranks=2)
     assert first == second == b"hello"
     assert shown_out == b""
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
-def test_shares_of_the_cores_are_disjoint_and_cover_all(ranks):
-    cores = [0, 1, 2, 3, 4, 5, 6, 9]
-    shares = [share(cores, rank, ranks) for rank in range(ranks)]
-    assert sorted(core for part in shares for core in part) == cores
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-def test_more_ranks_than_cores_share_all_of_them():
-    assert [share([4, 7], rank, 3) for rank in range(3)] == [{4, 7}] * 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from slipstream.bench.probe import ranks_on
 from slipstream.bench.report import print_result, record
 from slipstream.bench.timeline import draw
 from slipstream.bench.work import Work
-from slipstream.distributed import RankPool
+from slipstream.distributed import RankPool, cores
 from slipstream.errors import UserError
 from slipstream.schedule.plot import FORMATS
 
@@ -61,16 +60,18 @@ def run(
             "and a period 2 updates or more."
         )
     notes, console = Console(stderr=True, highlight=False), Console(highlight=False)
-    cores = os.cpu_count() or 1
-    if work.kind == "compute" and not on_gpu and work.stages > cores:
+    here = len(cores.allowed())
+    if work.kind == "compute" and not on_gpu and work.stages > here:
         notes.print(
-            f"note: {work.stages} computing stages on {cores} cores measure the cores, not the schedules."
+            f"note: {work.stages} computing stages on {here} cores measure the cores, not the schedules."
         )
     seconds = GPU_SECONDS if on_gpu else CPU_SECONDS
     records = []
     with (
-        ranks_on(work.stages, partitions) as pool,
-        RankPool(work.stages, GIVES_BACK) as tidy,  # starts no process unless it is used
+        ranks_on(work.stages, partitions, work.device) as pool,
+        RankPool(
+            work.stages, GIVES_BACK | cores.environment(work.device)
+        ) as tidy,  # starts no process unless it is used
         _progress(notes) as progress,
     ):
         if work.kind == "language":

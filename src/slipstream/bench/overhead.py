@@ -29,8 +29,9 @@ from typing import Any
 
 import torch
 
+from slipstream.bench.probe import ranks_on
 from slipstream.config import Config, from_tree, load, resolve
-from slipstream.distributed import RankPool, World
+from slipstream.distributed import World
 from slipstream.errors import UserError
 from slipstream.train import batches, fine
 from slipstream.train.assemble import assemble, position_of
@@ -61,7 +62,10 @@ def compare(config: Config, rounds: int, updates: int) -> dict[str, Any]:
         )
     if rounds < 1 or updates < 1:
         raise UserError(f"--rounds {rounds} and --updates {updates}: take 1 of each or more.")
-    with tempfile.TemporaryDirectory(prefix="slipstream-overhead-") as folder, RankPool(config.ranks) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="slipstream-overhead-") as folder,
+        ranks_on(config.ranks, device=config.train.device) as pool,
+    ):
         tree = _quiet(config, Path(folder), steps_of(rounds, updates)).model_dump()
         job = "slipstream.bench.overhead:take_turns"
         return _summary(pool.run(job, tree, updates, timeout=config.train.timeout_seconds * rounds))

@@ -23,6 +23,7 @@ from rich.table import Table
 from slipstream.bench.checks import check_device, make_room
 from slipstream.bench.contenders import Stopwatch
 from slipstream.distributed import RankPool, World, partitioned
+from slipstream.distributed.cores import environment
 from slipstream.distributed.world import device_for
 from slipstream.errors import UserError
 
@@ -32,10 +33,10 @@ TIMEOUT_SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def ranks_on(count: int, partitions: int | None = None) -> Iterator[RankPool]:
-    """A pool of ranks, on the partitions of a GPU where it is cut."""
+def ranks_on(count: int, partitions: int | None = None, device: str = "cuda") -> Iterator[RankPool]:
+    """A pool of ranks for a device; on the partitions of a GPU where it is cut."""
     if partitions is None:
-        with RankPool(count) as pool:
+        with RankPool(count, environment(device)) as pool:
             yield pool
         return
     with partitioned(partitions) as service:

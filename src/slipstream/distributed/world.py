@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.distributed import lost
+from slipstream.distributed.cores import pin
 from slipstream.distributed.device_group import (
     SHARED,
     STAGED,
@@ -274,27 +275,3 @@ def _backend(world: World, local_size: int) -> str:
     one_gpu = torch.cuda.device_count() == 1
     shared = one_gpu and can_share(world.store, world.rank, world.size, device_for(world.local_rank))
     return SHARED if shared else STAGED
-
-
-def share(cores: list[int], rank: int, ranks: int) -> set[int]:
-    """The cores of local rank `rank` of `ranks`; all of them where there are too few to divide.
-
-    Stages wake each other up, and a kernel likes to wake a process where its waker runs: then two stages share a core
-    while another one idles, and caches are lost on the way back.
-    """
-    if ranks > len(cores):
-        return set(cores)
-    return set(cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks])
-
-
-def pin(rank: int, ranks: int) -> None:
-    """Keep this process, and the threads it makes from now on, on its share. Where the system cannot, do nothing."""
-    if not hasattr(os, "sched_setaffinity"):
-        return
-    global _allowed
-    if _allowed is None:  # a worker serves jobs of several sizes: each divides what the process was given
-        _allowed = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, share(_allowed, rank, ranks))
-
-
-_allowed: list[int] | None = None

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from slipstream.config import Config
-from slipstream.distributed import RankPool, forwarded_signals, partitioned, started_by_torchrun
+from slipstream.distributed import RankPool, cores, forwarded_signals, partitioned, started_by_torchrun
 from slipstream.distributed.answers import STACKS
 from slipstream.errors import StoppedError, UserError
 from slipstream.metrics.progress import unbroken_console
@@ -54,7 +54,7 @@ def start(config: Config) -> str:
             raise StoppedError("Stopped at once.") from None
     nproc = config.ranks
     with ExitStack() as stack:
-        environment = None
+        environment = cores.environment(config.train.device)
         if config.pipeline.partitions:
             from slipstream.train import build
 
@@ -75,6 +75,7 @@ def _under_torchrun(config: Config, command: str) -> str:
     from slipstream.distributed.world import initialise
     from slipstream.train.session import run_rank
 
+    os.environ.update(cores.environment(config.train.device))  # before anything of torch looks for a GPU
     ranks = int(os.environ["WORLD_SIZE"])
     config = preflight.prepare(config, world=ranks)
     now = fitted(config, ranks)  # an elastic run may have fewer stages at the moment
