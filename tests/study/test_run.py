@@ -112,6 +112,8 @@ def test_the_toy_study_end_to_end(tmp_path, data, capsys, monkeypatch, forked):
 
     command("run", file, *overrides, "--out", out, "--workers", 2, "--only", "optimizer=muon", code=3)
     told = capsys.readouterr().out
+    assert "toy: 5 of 10 runs, 0 done." in told
+    assert "\n5/5  " in told
     assert "4 runs finished, 1 failed" in told
     monkeypatch.setattr("slipstream.study.run.Pool", HerePool)  # the rest needs no processes
     study = load_study(file, overrides)

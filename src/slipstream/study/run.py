@@ -94,34 +94,38 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show, also: Sequenc
     out.mkdir(parents=True, exist_ok=True)
     results = collect(out, *also)
 
-    def wanted(expansion: Expansion) -> list[Point]:
-        return matching(expansion.points, limits.only, study.labels())
+    def asked(whole: Expansion) -> Expansion:
+        if limits.only is None:
+            return whole
+        return Expansion(tuple(matching(whole.points, limits.only, study.labels())), 0, whole.notes)
 
     if limits.retry:
-        _forget_failures(wanted(study.expand(losses(results))), results, out)
+        _forget_failures(asked(study.expand(losses(results))).points, results, out)
     deadline = None if limits.minutes is None else time.monotonic() + 60 * limits.minutes
     clock, outcome = Clock(results), Outcome()
     attempted: set[str] = set()
 
     def missing() -> list[Point]:
-        return [point for point in wanted(expansion) if point.digest not in results]
+        return [point for point in wanted.points if point.digest not in results]
 
     expansion = study.expand(losses(results))
+    wanted = asked(expansion)
     _check_data(expansion)
-    if limits.only is not None and not wanted(expansion):
+    if not wanted.points and limits.only is not None:
         names = "\n  ".join(point.name for point in expansion.points[:12])
         more = f" {expansion.waiting} more get their names once a grid has ended."
         later = more if expansion.waiting else ""
         raise UserError(f"No run matches --only '{limits.only}'.{later} Runs are named like this:\n  {names}")
-    done = sum(1 for point in expansion.points if point.digest in results)
+    part = f"{len(wanted.points)} of " if limits.only is not None else ""
     later = f" and {expansion.waiting} to be chosen" if expansion.waiting else ""
-    show.note(f"{study.name}: {len(expansion.points)} runs{later}, {done} done. Runs: {out}")
-    outcome.failed_before = len(_failures(wanted(expansion), results))
+    done = len(wanted.points) - len(missing())
+    show.note(f"{study.name}: {part}{len(expansion.points)} runs{later}, {done} done. Runs: {out}")
+    outcome.failed_before = len(_failures(wanted.points, results))
     with Pool(limits.workers, out) as pool, show:
         pool.prepare(len(missing()))
         while True:
             todo = [point for point in missing() if point.digest not in attempted]
-            show.state(expansion, results, pool.active, clock.left(todo, pool.active, limits.workers))
+            show.state(wanted, results, pool.active, clock.left(todo, pool.active, limits.workers))
             while todo and pool.idle and not outcome.stopped:
                 point = next((p for p in todo if _fits(clock.seconds(p), deadline)), None)
                 if point is None:
@@ -165,6 +169,7 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show, also: Sequenc
                 show.ended(point, result, report.seconds)
             if ended:
                 expansion = study.expand(losses(results))
+                wanted = asked(expansion)
     outcome.left, outcome.waiting = len(missing()), expansion.waiting
     return outcome
 
