@@ -134,15 +134,15 @@ def _fine_start(config: Config) -> Iterator[str]:
         yield f"{start} changes nothing where all of an update is old. Set pipeline.cutover to stages + 1, say."
     elif pipeline.cutover is not None and pipeline.cutover in (0, fine):
         yield f"{start} changes nothing with pipeline.cutover = {pipeline.cutover} of {fine}. Drop one of them."
-    length = updates(pipeline.fine_start, steps)
+    length, flushed = updates(pipeline.fine_start, steps), config.optim.sync_start
     if length < 2:
         yield (
             f"{start} is {length} of train.steps = {steps} updates, and changes nothing: the first one reads the "
             "initial weights. Set it to a share of the run, as 0.2, or to 2 updates or more."
         )
-    elif length <= updates(config.optim.sync_start, steps) + 1:
+    elif (pipeline.fine_start < 1) == (flushed < 1) and length <= updates(flushed, steps) + 1:
         yield (
-            f"{start} changes nothing: optim.sync_start = {config.optim.sync_start:g} flushes its updates. Drop one of "
+            f"{start} changes nothing: optim.sync_start = {flushed:g} flushes its updates. Drop one of "
             "them, or make the fine start longer."
         )
     if length >= steps:

@@ -34,6 +34,7 @@ from slipstream.train.remote import remote_of
 from slipstream.train.reporter import Position, Reporter
 from slipstream.train.resume import load_into
 from slipstream.train.sources import datasets
+from slipstream.train.starts import Starts
 from slipstream.train.state import digest
 from slipstream.train.trackers import open_trackers
 from slipstream.train.trainer import RunParts
@@ -65,7 +66,7 @@ def assemble(
     """Build everything this rank needs in the stretch that begins now; it is closed at the end. `before`: what has
     watched the stretch before it."""
     whole = config
-    as_begun = fine.kept(whole, plan.fine_updates)
+    as_begun = Starts(**plan.starts).kept(whole)
     config, end = fine.stretch(as_begun, plan.step), fine.end_of_stretch(as_begun, plan.step)
     model = build.shape(config, data)
     device = build.device(config, 0 if world is None else world.local_rank)
@@ -74,7 +75,7 @@ def assemble(
         stack.enter_context(arithmetic(config.train, device))
         engine = stack.enter_context(engine_of(config, model, world, device))
         if plan.source is not None:
-            load_into(engine, Path(plan.source), whole)
+            load_into(engine, Path(plan.source), as_begun)
         recorder, show = None, None
         if position.leader:
             recorder = _open_records(whole, config, model, plan, data, device, stack, command)
@@ -138,7 +139,7 @@ def assemble(
             show=show,
             meta={
                 "config": whole.model_dump(),
-                "fine_updates": fine.length(as_begun),
+                "starts": vars(Starts.of(as_begun)),
                 "model": model.describe() if isinstance(model, OwnModel) else dataclasses.asdict(model),
                 "data_folder": str((data or Path()).resolve()),
                 "data_fingerprint": plan.data_fingerprint,

@@ -18,15 +18,9 @@ def length(config: Config) -> int:
     return updates(config.pipeline.fine_start, config.train.steps)
 
 
-def kept(config: Config, length: int | None) -> Config:
-    """`config` with the fine start that its run has had from the first: of a run that is made longer a share would be
-    another number of updates, and may lead back into the start. None: it has none yet."""
-    return config if length is None else config.changed(pipeline={"fine_start": float(length)})
-
-
 def end_of_stretch(config: Config, step: int) -> int:
     """The step at which the stretch ends that goes on from `step`."""
-    return length(config) if step < length(config) else config.train.steps
+    return min(length(config), config.train.steps) if step < length(config) else config.train.steps
 
 
 def stretch(config: Config, step: int) -> Config:

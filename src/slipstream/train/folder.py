@@ -28,11 +28,12 @@ from slipstream.config import Change, Config, from_tree, to_toml
 from slipstream.errors import CheckpointError, DiskError, InUseError, UserError
 from slipstream.metrics.events import EVENTS_FILE, number, read_run
 from slipstream.metrics.record import Cut, cut_back, finished_at, has_event
-from slipstream.train import checkpoint, cutovers, fine, in_memory, provenance
+from slipstream.train import checkpoint, cutovers, in_memory, provenance
 from slipstream.train.build import learning_rate
 from slipstream.train.claim import LOCK_FILE, last_started, refuse_foreign
 from slipstream.train.own_model import changed_description
 from slipstream.train.remote import Copy, Remote
+from slipstream.train.starts import Starts
 from slipstream.train.state import digest
 
 LOCK_PATIENCE_SECONDS = 10.0  # the workers of a killed launcher need a moment to notice
@@ -53,7 +54,7 @@ class Plan:
     notes: Sequence[str] = ()
     validate: bool = False  # a kill came between the checkpoint of `step` and its validation
     cutover: int | float | list[int] | None = None  # what pipeline.cutover is for this run
-    fine_updates: int | None = None  # of the fine start that the run has had; None: a new run
+    starts: Mapping[str, int | None] = field(default_factory=dict)  # that the run has had
     validations: Sequence[tuple[int, float]] = ()  # (step, loss) so far
     data_contents: Mapping[str, str] = field(default_factory=dict)  # every byte of a split, as a hash
     stages: int | None = None  # asked for; an elastic run may have fewer at the moment
@@ -175,17 +176,11 @@ def plan(
         notes=notes,
         validate=missed,
         cutover=config.pipeline.cutover,
-        fine_updates=_fine_updates(manifest, stored, config),
+        starts=vars(Starts.had(manifest, stored).where_asked_alike(stored, config)),
         validations=[] if finished else _validations(folder, step),
         lost_steps=cut.steps,
         heard_of=cut.until,
     )
-
-
-def _fine_updates(manifest: checkpoint.Manifest, stored: Config, config: Config) -> int | None:
-    if stored.pipeline.fine_start != config.pipeline.fine_start:  # dropped by run.switch
-        return None
-    return manifest.meta.get("fine_updates", fine.length(stored))
 
 
 def _newest(
@@ -305,6 +300,7 @@ def _begin(folder: Path, config: Config, new: Plan, notes: list[str]) -> Plan:
         data_offset=manifest.says("data_offset", int),
         notes=notes,
         cutover=config.pipeline.cutover,
+        starts=vars(Starts.had(manifest, stored).where_asked_alike(stored, config)),
     )
 
 

@@ -18,12 +18,14 @@ from slipstream.train import checkpoint
 from slipstream.train.build import cutover
 from slipstream.train.engine import RunEngine
 from slipstream.train.sanity import check_state
+from slipstream.train.starts import Starts
 
 
 def load_into(engine: RunEngine, path: Path, config: Config) -> None:
-    """Put the checkpoint at `path` into this rank's engine."""
+    """Put the checkpoint at `path` into this rank's engine. `config`: with the starts that the run keeps."""
     manifest = checkpoint.manifest(path)
     stored = from_tree(manifest.says("config", dict))
+    stored = Starts.had(manifest, stored).kept(stored)
     try:
         fresh = engine.capture()
         own = fresh["master"].keys() | fresh["buffers"].keys()
