@@ -128,6 +128,29 @@ def test_the_command_at_any_moment(runs, undisturbed, delay, kind):
     assert_same_run(runs, undisturbed)
 
 
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("schedule", ["emulate", "2bw"])
+def test_what_comes_after_the_end_of_a_run_changes_nothing(runs, schedule, kind):
+    """A command takes some tenths of a second to leave, and a finished run ended with 130 or -15 in them."""
+    stages = [] if schedule == "2bw" else ["pipeline.stages="]
+    process = started_warm(
+        runs, f"pipeline.schedule={schedule}", *stages, "train.steps=3", "health.hash_every=0"
+    )
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if "Everything the run wrote" in line:
+            break
+    while process.poll() is None:
+        process.send_signal(kind)
+        time.sleep(0.02)
+    output = "".join(said) + process.stdout.read()
+    assert process.returncode == 0, output
+    assert "Stopped at once" not in output
+    assert "Traceback" not in output
+
+
 ENDLESS = ["train.steps=100000", "checkpoint.every=10", "optim.schedule=constant", "optim.warmup=0"]
 
 

@@ -283,6 +283,13 @@ class Stop:
             raise
 
 
+def after_the_end(before: dict[int, Any]) -> dict[int, Any]:
+    """What becomes of the signals that a run has heard, where they had these handlers before it. In a command (whose
+    process `slipstream.cli.main` has told what they mean) nothing that comes after its run changes the exit code."""
+    command = all(before.get(n) is signal.default_int_handler for n in (signal.SIGINT, signal.SIGTERM))
+    return dict.fromkeys(before, signal.SIG_IGN) if command else before
+
+
 @contextlib.contextmanager
 def forwarded_signals(pool: RankPool, told: Asked) -> Iterator[Stop]:
     """Inside, a request to stop goes to the ranks, which save and end; a second one kills them. SIGUSR2 has all of
@@ -309,6 +316,7 @@ def forwarded_signals(pool: RankPool, told: Asked) -> Iterator[Stop]:
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield stop
+        before = after_the_end(before)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -21,7 +21,7 @@ import torch
 
 from slipstream.config import Config, from_tree
 from slipstream.distributed import World, started_by_torchrun
-from slipstream.distributed.launch import STOPS, Asked
+from slipstream.distributed.launch import STOPS, Asked, after_the_end
 from slipstream.errors import HealthError, UserError
 from slipstream.train import checkpoint, closing, cutovers, in_memory, same_folder
 from slipstream.train import folder as folders
@@ -229,6 +229,7 @@ def stop_signals(told: Asked | None = None) -> Iterator[threading.Event]:
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     try:
         yield asked
+        before = after_the_end(before)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in before.items():
