@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from contextlib import contextmanager
@@ -51,6 +52,24 @@ def test_our_trainer_is_the_one_of_a_run(data, tmp_path, delayed):
     assert train_contenders.config_of(TOY, data, tmp_path, delayed=delayed).optim.correction == (
         "error_feedback" if delayed else "none"
     )
+
+
+def test_what_is_of_the_delay_alone_is_left_out_without_it(tmp_path):
+    """The row without delay failed, after the other had been measured; a fine start was timed for the whole run."""
+    given = (
+        "pipeline.cutover=2",
+        "pipeline.fine_start=2",
+        "pipeline.fine_microbatches=8",
+        "optim.sync_start=0",
+    )
+    setting = dataclasses.replace(TOY, rows=4, steps=20, overrides=given)
+    late, sync = (
+        train_contenders.config_of(setting, tmp_path, tmp_path, delayed=each) for each in (True, False)
+    )
+    for config in (late, sync):
+        assert (config.pipeline.microbatches, config.pipeline.microbatch_size) == (TOY.microbatches, 4)
+        assert config.pipeline.fine_start == 0
+    assert (late.pipeline.cutover, sync.pipeline.cutover) == (2, None)
 
 
 @pytest.mark.gpu

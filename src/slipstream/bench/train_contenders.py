@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from slipstream.bench.race import NO_DELAY
 from slipstream.bench.rivals import Rival, torchtitan_llama, transformers_llama
 from slipstream.config import Config, load, resolve
 from slipstream.config.resolve import model_config
@@ -31,7 +32,7 @@ from slipstream.metrics.breakdown import Sizes, breakdown
 from slipstream.models.attention import attention_kernel
 from slipstream.models.sizes import ModelConfig
 from slipstream.pipeline.graphs import PLAIN_GROUPS
-from slipstream.train import batches
+from slipstream.train import batches, fine
 from slipstream.train import folder as folders
 from slipstream.train.assemble import assemble, position_of
 from slipstream.train.board import Board
@@ -136,7 +137,10 @@ def config_of(setting: Setting, data: Path, folder: Path, *, delayed: bool) -> C
         f"train.compile={str(setting.compiled).lower()}",
         f"train.steps={setting.warmup + setting.steps + setting.profile}",
     ]
-    return resolve(load(None, [*overrides, *setting.overrides]))
+    config = resolve(load(None, [*overrides, *setting.overrides, *(() if delayed else NO_DELAY)]))
+    # A fine start is of the first updates, and these are timed for all that come after it.
+    after = fine.stretch(config, config.train.steps)
+    return after.changed(pipeline={"fine_start": 0.0, "fine_microbatches": None})
 
 
 def shape_of(setting: Setting) -> ModelConfig | None:
