@@ -34,7 +34,8 @@ class Live(TorchDispatchMode):
                 counts = self.storages.get(tensor.untyped_storage(), True) and not rings
                 self.storages[tensor.untyped_storage()] = counts
         held = 0
-        for reference, counts in self.storages.data.items():  # `items` of the dictionary itself is slow
+        # `items` of the dictionary itself is slow; a copy, since what dies on the way takes itself out.
+        for reference, counts in self.storages.data.copy().items():
             if counts and (storage := reference()) is not None:
                 held += storage.nbytes()
         self.most = max(self.most, held)
