@@ -14,6 +14,7 @@ from slipstream.errors import UserError
 from slipstream.pipeline.depth import Depth
 from slipstream.pipeline.links import Links
 from slipstream.pipeline.messages import spec_of
+from slipstream.pipeline.neighbours import Neighbour
 from slipstream.schedule.asynchronous import warm_up_2bw
 from slipstream.schedule.cutover import Cutover
 
@@ -39,6 +40,7 @@ def received(m: int, lead: int) -> Counting:
         SimpleNamespace(count=1), None, warm_up_behind=lambda: 0, lead=lambda: lead, timeout_seconds=1.0
     )
     links._activations_in, links._incoming = Counting(), spec_of([torch.zeros(2)])
+    links._before = Neighbour(0, SimpleNamespace(rank=0, receive=lambda: None), 1.0)
     for group in range(2):
         for index in range(m):
             links.receive_activations(group, index, m - 1 - index)

@@ -294,6 +294,34 @@ def test_mesh_dimensions_are_known_by_name_or_refused(names, message):
         schedule(mesh=mesh)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": torch.optim.AdamW}, "optimizer must be a callable that takes the master module"),
+        ({"optimizer": lambda module: None}, r"optimizer\(module\) returned NoneType"),
+        ({"loss_fn": "mse"}, r"loss_fn='mse': give a function"),
+        ({"max_grad_norm": "1"}, r"max_grad_norm='1': give a norm"),
+        ({"bank_dtype": "bfloat16"}, r"bank_dtype='bfloat16': give a dtype"),
+        ({"synchronous": [1]}, r"synchronous=\[1\]: give the number"),
+        ({"tied": ["layer.weight"]}, r"tied=\['layer.weight'\]: give a dictionary"),
+    ],
+)
+def test_what_an_argument_is_not(options, message):
+    with pytest.raises(UserError, match=message):
+        schedule(**options)
+    if "tied" not in options:
+        with pytest.raises(UserError, match=message):
+            Emulator(Masked(), M, **{"loss_fn": mean_square, "optimizer": tiny.adamw, **options})
+
+
+def test_what_is_no_state_of_this_schedule():
+    engine = schedule()
+    with pytest.raises(CheckpointError, match=r"not a schedule's state: it has 'layer.weight'"):
+        engine.load_state_dict(engine.master.state_dict())
+    with pytest.raises(CheckpointError, match="has no dampening, momentum"):
+        schedule(optimizer=tiny.momentum).load_state_dict(engine.state_dict())
+
+
 def test_a_mesh_or_a_data_group():
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     with pytest.raises(UserError, match="not both"):

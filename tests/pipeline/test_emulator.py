@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline import reference, tiny
 from slipstream import Emulator, UserError, cloned_state
-from slipstream.errors import CheckpointError
 from slipstream.optim import build
 from slipstream.pipeline.state import merge_states
 
@@ -409,17 +408,25 @@ def test_a_cache_is_no_part_of_a_state():
     assert emulator.step(x, y) == expected
 
 
-def test_stages_that_share_names_have_no_state():
+def test_stages_that_share_names_have_a_state_of_both():
     """One would be saved in the place of the other."""
-    emulator = Emulator(
-        stages=[torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)],
-        n_microbatches=1,
-        loss_fn=lambda o, y: (o - y).square().mean(),
-        optimizer=tiny.momentum,
-    )
-    emulator.step(torch.randn(4, 3), torch.randn(4, 3))
-    with pytest.raises(CheckpointError, match=r"both call a parameter 'weight'"):
-        emulator.state_dict()
+
+    def build():
+        torch.manual_seed(0)
+        return Emulator(
+            stages=[torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)],
+            n_microbatches=1,
+            loss_fn=lambda o, y: (o - y).square().mean(),
+            optimizer=tiny.momentum,
+        )
+
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    emulator, again = build(), build()
+    emulator.step(x, y)
+    state = cloned_state(emulator.state_dict())
+    assert list(state["master"]) == [f"stage.{i}.{name}" for i in range(2) for name in ("weight", "bias")]
+    again.load_state_dict(state)
+    assert again.step(x, y) == emulator.step(x, y)
 
 
 def test_a_buffer_that_the_forward_changes_is_refused():

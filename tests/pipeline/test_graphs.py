@@ -68,9 +68,9 @@ def as_on_a_gpu(emulator):
     peers = emulator._updater.peers
     exchange, emulator._in_slack = peers.exchange, True
 
-    def later(squares, status):
+    def later(group, squares, status):
         yield Later()
-        return (yield from exchange(squares, status))
+        return (yield from exchange(group, squares, status))
 
     peers.exchange = later
 

@@ -118,9 +118,9 @@ def test_ties_that_cannot_be_are_refused(names, words):
 class Slow(Peers):
     """Hears of the norm only when an update is waited for, as where another stage is late."""
 
-    def exchange(self, squares, status):
+    def exchange(self, group, squares, status):
         yield self
-        return (yield from super().exchange(squares, status))
+        return (yield from super().exchange(group, squares, status))
 
     def is_completed(self):
         return False

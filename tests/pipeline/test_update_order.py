@@ -43,7 +43,7 @@ class Told(Peers):
         self.queued.append("gather")
         yield Answer(True)
 
-    def exchange(self, squares, status):
+    def exchange(self, group, squares, status):
         self.answer = Answer(not self.late)
         yield self.answer
         return RunStatus(squares.tolist(), False, *[[0.0]] * 5)

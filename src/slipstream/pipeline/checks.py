@@ -43,6 +43,10 @@ def named_ties(
     """
     trainable = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     ties: dict[str, list[str]] = {}
+    if tied is not None and not isinstance(tied, Mapping):
+        raise UserError(
+            f"tied={tied!r}: give a dictionary, a name for the weight -> its parameters on this stage."
+        )
     for key, names in (tied or {}).items():
         ties[key] = [names] if isinstance(names, str) else list(names)
         for name in ties[key]:
@@ -132,6 +136,12 @@ def split_shared(module: nn.Module) -> list[list[str]]:
 def check_layers(module: nn.Module) -> None:
     """Refuse layers that the rule cannot follow: batch statistics change in the forward, so a replica and a restart
     would each have their own, and sparse gradients have no norm, no reduction and no look-ahead."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise UserError(
+                f"'{name}' has a gradient hook, which copies of the module, one for each weight version, would not "
+                "have. Put what it does into the forward (torch.nn.utils.parametrize), or into a correction."
+            )
     for name, child in module.named_modules():
         name = name or type(child).__name__
         if getattr(child, "track_running_stats", False) and getattr(child, "running_mean", None) is not None:
@@ -161,7 +171,13 @@ def optimizer_of(factory: Callable[[nn.Module], Optimizer], module: nn.Module) -
     ones, or on a data rank that owns none of them. A factory that asks for what is trainable then finds nothing, which
     torch's optimizers refuse."""
     if any(parameter.requires_grad for parameter in module.parameters()):
-        return factory(module)
+        made = factory(module)
+        if not hasattr(made, "param_groups"):
+            raise UserError(
+                f"optimizer(module) returned {type(made).__name__}, not a torch optimizer. Return one that holds the "
+                "module's parameters."
+            )
+        return made
     with contextlib.suppress(ValueError):
         if list(module.parameters()):
             return factory(module)

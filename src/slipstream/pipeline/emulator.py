@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from slipstream.errors import UserError
 from slipstream.optim.corrections import Correction, build_correction, check_mixed
 from slipstream.pipeline import state as states
-from slipstream.pipeline.checks import check_covers, check_layers, evaluating, split_shared
+from slipstream.pipeline.agreement import names_repeat, prefix_of
+from slipstream.pipeline.checks import check_covers, check_layers, evaluating, optimizer_of, split_shared
 from slipstream.pipeline.engine import Engine, refuse_in_hook
 from slipstream.pipeline.gradients import Accumulator
 from slipstream.pipeline.graphs import Graphs, Recorder, check_current
@@ -43,8 +44,9 @@ from slipstream.schedule.timeline import Span
 class Emulator(Engine):
     """Trains `module` (or the chain of `stages`) as an asynchronous pipeline would, in one process.
 
-    Arguments that `Schedule2BW` has too mean the same. With that engine's cutover (by default the number of its stages)
-    both follow one trajectory, to the last bit on a CPU in float32.
+    Arguments that `Schedule2BW` has too mean the same, but for `cutover=None`: all is old here, since nothing says how
+    many stages there would be. With that engine's cutover (by default one more than its stages, `default_cutover`) both
+    follow one trajectory, to the last bit on a CPU in float32.
     """
 
     def __init__(
@@ -110,13 +112,19 @@ class Emulator(Engine):
             )
             for part, old, late in zip(modules, cutovers, delays, strict=True)
         ]
+        tied = {name: shared[0] for shared in ties for name in shared}
+        if names_repeat(
+            [{name: tied.get(f"{i}.{name}") for name in v.names} for i, v in enumerate(self._versions)]
+        ):
+            for index, versions in enumerate(self._versions):
+                versions.prefix = prefix_of(index)
         self._accumulators = [Accumulator(v.master, v.names, dtype=gradient_dtype) for v in self._versions]
         dtypes = [p.dtype for v in self._versions for p in v.master.parameters]
         self._graphs = Graphs(recorder, self._loss, dtypes) if recorder else None
         trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
         names = list(trained)
         peers = Peers(len(names), [[names.index(name) for name in tie] for tie in ties if tie[0] in names])
-        self.optimizer = optimizer(self._module)
+        self.optimizer = optimizer_of(optimizer, self._module)
         self._updater = Updater(self._versions, self.optimizer, correction, max_grad_norm, peers)
         check_covers(self.optimizer, self._module, trained)
         # Groups that do not read the newest weights can be queued before the host knows the norm.

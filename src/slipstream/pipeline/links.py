@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from typing import ClassVar
 
 import torch
@@ -193,6 +194,10 @@ class Links:
             self._expected += 1
         received = self._activations_in.receive(f"the activations of group {group}, microbatch {index}")
         self._expected -= 1
+        assert self._before is not None
+        if self.attendant is None:  # which heeds by itself
+            self._before.listen()
+        self._before.refuse_evaluation()
         for tensor, spec in zip(received, self._incoming, strict=True):
             tensor.requires_grad_(spec.requires_grad)
         return received
@@ -237,7 +242,7 @@ class Links:
 
     def hear_evaluation(self) -> Spec | None:
         """The shapes of an evaluation's activations, told before its first microbatch; None on the first stage."""
-        return None if self._before is None else self._before.hear_shapes(self._waiting)
+        return None if self._before is None else self._before.hear_evaluation(self._waiting)
 
     def receive_evaluation(self, index: int, spec: Spec) -> list[Tensor]:
         self._activations_in.post(spec)
@@ -246,7 +251,7 @@ class Links:
     def send_evaluation(self, index: int, outputs: list[Tensor]) -> None:
         if index == 0:
             assert self._behind is not None
-            self._behind.tell_shapes(spec_of(outputs))
+            self._behind.tell_evaluation(spec_of(outputs))
         what = f"the activations of evaluation microbatch {index}"
         self._activation_sends.append((self._activations_out.send(outputs), what))
 
@@ -298,6 +303,7 @@ def _rings(
     with socket_folder() as folder:
         door = Door(folder)
         store.set(f"door/{index}", door.path)
+        store.wait([f"door/{stage}" for stage in near], timedelta(seconds=timeout_seconds))
         writers = {
             stage: RingWriter(
                 door.knock(store.get(f"door/{stage}").decode(), index), HostSlots, timeout_seconds

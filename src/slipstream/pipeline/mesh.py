@@ -21,9 +21,9 @@ from torch import Tensor
 
 from slipstream.distributed import wires
 from slipstream.distributed.groups import Group, Groups, Wait
-from slipstream.errors import UserError
 from slipstream.lists import mul_
 from slipstream.optim.sharded import local
+from slipstream.pipeline.agreement import Told, check_agree, check_group, names_repeat
 from slipstream.pipeline.attendant import Attendant
 from slipstream.pipeline.checks import check_ties, held_ties
 from slipstream.pipeline.host_sum import HostSum, suits
@@ -57,13 +57,14 @@ def peers_of(
     mesh: DeviceMesh | None,
     data_group: dist.ProcessGroup | None,
     *,
+    settings: dict[str, object],
     shard_optimizer: bool,
     summed: bool,
     gradient_dtype: torch.dtype | None,
     timeout_seconds: float,
 ) -> tuple[Peers, list[Placement]]:
-    """The peers of a stage's rank, with a row for each of its trainable parameters. `summed`: of gradients over data
-    ranks their sum is taken, not their mean."""
+    """The peers of a stage's rank, with a row for each of its trainable parameters. `settings`: what all stages must
+    have been told alike. `summed`: of gradients over data ranks their sum is taken, not their mean."""
     names, parameters = versions.names, versions.master.parameters
     by_name: dict[str, Tensor] = dict(zip(names, parameters, strict=True))
     grid = grid_of(by_name, mesh, data_group)
@@ -77,7 +78,7 @@ def peers_of(
     made = Mesh(
         parameters, indices, rows, grid, stage=stage.index, stages=stage.count, group=stage.group,
         data_group=data_group, device=stage.device, summed=summed, gradient_dtype=gradient_dtype,
-        timeout_seconds=timeout_seconds,
+        timeout_seconds=timeout_seconds, names=names, settings=settings,
     )  # fmt: skip
     return made, rows
 
@@ -95,6 +96,7 @@ class Holdings:
     slots: list[int]  # number of parameters of each stage
     holders: dict[str, list[int]]  # tied weight -> stages that hold it
     pipeline_ranks: list[int]  # global ranks of this pipeline, by stage
+    names_repeat: bool  # from stage to stage, for different weights
 
 
 class Mesh(Peers):
@@ -115,13 +117,24 @@ class Mesh(Peers):
         timeout_seconds: float,
         summed: bool = False,
         gradient_dtype: torch.dtype | None = None,
+        names: Sequence[str] = (),
+        settings: dict[str, object] | None = None,
     ) -> None:
         # What it takes to make a gradient, not the weights: a sharded master gives most of them back.
         self._forms = [(p.shape, gradient_dtype or p.dtype, p.device) for p in map(local, parameters)]
         self._rows, self._grid, self._ties = list(rows), grid, ties
         self._timeout_seconds = timeout_seconds
-        held = held_ties(parameters, ties, rows)
-        self.holdings = _discover(len(rows), held, stage, stages, group, data_group, grid)
+        of_weight = {index: name for name, indices in ties.items() for index in indices}
+        told = Told(
+            stage,
+            dist.get_rank(),
+            (len(grid.data), len(grid.tensor)),
+            {name: of_weight.get(index) for index, name in enumerate(names)},
+            held_ties(parameters, ties, rows),
+            settings or {},
+        )
+        self.holdings = _discover(told, len(rows), stages, group, data_group, grid)
+        self.names_repeat = self.holdings.names_repeat
         self.groups = groups = Groups.handshake([group, *grid.spanning], device, timeout_seconds)
         # Reductions and gathers share a group: updates follow one another, so all ranks use it in one order.
         over: list[Ranks] = sorted(
@@ -197,7 +210,7 @@ class Mesh(Peers):
                 yield from self._tie_groups[name].all_reduce(total)
             assign_tied(total, grads, indices)
 
-    def exchange(self, squares: Tensor, status: RankStatus) -> Generator[Wait, None, RunStatus]:
+    def exchange(self, group: int, squares: Tensor, status: RankStatus) -> Generator[Wait, None, RunStatus]:
         mine = yield from to_host(squares)
         stages = len(self.holdings.slots)
         count, offset = sum(self.holdings.slots), sum(self.holdings.slots[: self.holdings.stage])
@@ -207,9 +220,13 @@ class Mesh(Peers):
         if self.holdings.speaks:
             seconds = [status.work_seconds, status.link_seconds]
             told = [*seconds, status.room, status.update, status.update_seconds]
-            vector[count + 1 + self.holdings.stage :: stages] = torch.tensor(told, dtype=torch.float64)
+            vector[count + 1 + self.holdings.stage : -stages : stages] = torch.tensor(
+                told, dtype=torch.float64
+            )
+        vector[self.holdings.stage - stages] = float(group)
         yield self._sum_over_ranks(vector)
         numbers = vector.tolist()
+        check_group(group, [each / len(self.holdings.ranks) for each in numbers[-stages:]])
         told_by_stage = [numbers[count + 1 + stages * i :][:stages] for i in range(_TOLD)]
         return RunStatus(numbers[:count], numbers[count] > 0, *told_by_stage)
 
@@ -267,46 +284,36 @@ def _joined(ranks: Sequence[int]) -> str:
 
 
 def _numbers(holdings: Holdings) -> int:
-    """The length of what a rank tells in an update: squared norms, a wish to stop, what each stage tells."""
-    return sum(holdings.slots) + 1 + _TOLD * len(holdings.slots)
+    """The length of what a rank tells in an update: squared norms, a wish to stop, what each stage tells, the group."""
+    return sum(holdings.slots) + 1 + (_TOLD + 1) * len(holdings.slots)
 
 
 def _discover(
+    mine: Told,
     count: int,
-    ties: dict[str, list[tuple[tuple[int, ...], str]]],
-    stage: int,
     stages: int,
     group: dist.ProcessGroup | None,
     data_group: dist.ProcessGroup | None,
     grid: Grid,
 ) -> Holdings:
-    """`ties`: tied weight -> shapes and layouts of this stage's parameters that hold it."""
-    told: list[Any] = [None] * stages
-    sizes = len(grid.data), len(grid.tensor)
-    dist.all_gather_object(told, (stage, count, ties, dist.get_rank(), sizes), group=group)
-    told.sort(key=lambda entry: entry[0])
-    if [entry[0] for entry in told] != list(range(stages)):
-        raise UserError(
-            f"The ranks of this pipeline hold stages {[entry[0] for entry in told]}, not 0 to {stages - 1}."
-        )
-    if other := next((entry for entry in told if entry[4] != sizes), None):
-        raise UserError(
-            f"Stage {stage} is held by {sizes[0]} data x {sizes[1]} tensor ranks, stage {other[0]} by {other[4][0]} x "
-            f"{other[4][1]}. Give mesh= on every stage, with the same dimensions."
-        )
+    """`count`: of this stage's trainable parameters."""
+    entries: list[Any] = [None] * stages
+    dist.all_gather_object(entries, (mine, count), group=group)
+    told: list[Told] = [each for each, _ in entries]
+    check_agree(told, dist.get_process_group_ranks(group or dist.group.WORLD))
     holders: dict[str, list[int]] = {}
-    for index, _, held, *_ in told:
-        for name in held:
-            holders.setdefault(name, []).append(index)
-    check_ties([held for _, _, held, *_ in told])
+    for each in told:
+        for name in each.ties:
+            holders.setdefault(name, []).append(each.stage)
     ranks = _stage_ranks(grid, data_group)
     return Holdings(
-        stage=stage,
+        stage=mine.stage,
         speaks=grid.rank == ranks[0],
         ranks=ranks,
-        slots=[entry[1] for entry in told],
+        slots=[each for _, each in entries],
         holders=holders,
-        pipeline_ranks=[entry[3] for entry in told],
+        pipeline_ranks=[each.rank for each in told],
+        names_repeat=names_repeat([each.names for each in told]),
     )
 
 

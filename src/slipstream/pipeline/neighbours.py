@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 from slipstream.distributed.lost import words
 from slipstream.distributed.wires import Wire, wait_readable
-from slipstream.errors import StageError
+from slipstream.errors import StageError, UserError
 from slipstream.pipeline.messages import Spec, decode, encode
 
-_SHAPES = b"D"
+_SHAPES, _EVALUATION = b"D", b"E"
 
 
 class Neighbour:
@@ -28,13 +28,20 @@ class Neighbour:
         # By the first byte of a notice: what to do with the rest.
         self.heed: dict[bytes, Callable[[bytes], None]] = {}
         self._shapes: deque[Spec] = deque()
+        self._evaluations: deque[Spec] = deque()
         self.heed[_SHAPES] = lambda rest: self._shapes.append(decode(rest))
+        self.heed[_EVALUATION] = lambda rest: self._evaluations.append(decode(rest))
 
     def __str__(self) -> str:
         return f"stage {self.stage} (rank {self.wire.rank})"
 
     def tell_shapes(self, spec: Spec) -> None:
+        """Of the activations of training, once."""
         self.wire.send(_SHAPES + encode(spec))
+
+    def tell_evaluation(self, spec: Spec) -> None:
+        """That one begins, and the shapes of its activations."""
+        self.wire.send(_EVALUATION + encode(spec))
 
     def tell(self, notice: bytes, spec: Spec | None = None) -> None:
         self.wire.send(notice if spec is None else notice + encode(spec))
@@ -45,8 +52,23 @@ class Neighbour:
             self.heed[message[:1]](message[1:])
 
     def hear_shapes(self, waiting: Waiting) -> Spec:
-        waiting.until(lambda: bool(self._shapes), self, "waited for the shapes of the output from")
+        waiting.until(
+            lambda: bool(self._shapes or self._evaluations), self, "waited for the shapes of the output from"
+        )
+        self.refuse_evaluation()
         return self._shapes.popleft()
+
+    def hear_evaluation(self, waiting: Waiting) -> Spec:
+        waiting.until(lambda: bool(self._evaluations), self, "waited for the evaluation of")
+        return self._evaluations.popleft()
+
+    def refuse_evaluation(self) -> None:
+        """In a step: where it evaluates, what it sends is no group's."""
+        if self._evaluations:
+            raise UserError(
+                f"{str(self).capitalize()} is in eval, and this stage in step. Call eval on all ranks, as step: each "
+                "stage has its part in it."
+            )
 
 
 class Waiting:

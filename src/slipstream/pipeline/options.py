@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -41,15 +42,17 @@ class Options:
 
     def __post_init__(self) -> None:
         optimizer, most, count = self.optimizer, self.max_grad_norm, self.n_microbatches
-        if optimizer is None or not callable(optimizer) or isinstance(optimizer, Optimizer):
+        if not callable(optimizer) or isinstance(optimizer, Optimizer | type):
             raise UserError(
                 "optimizer must be a callable that takes the master module and returns a torch optimizer, for example "
                 "lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3)."
             )
         if self.last and self.loss_fn is None:
             raise UserError("The last stage needs loss_fn(output, target).")
-        if most is not None and not most > 0:
-            raise UserError(f"max_grad_norm={most}: give a norm above 0, or None for no clipping.")
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise UserError(f"loss_fn={self.loss_fn!r}: give a function of (output, target).")
+        if most is not None and not (isinstance(most, Real) and most > 0):
+            raise UserError(f"max_grad_norm={most!r}: give a norm above 0, or None for no clipping.")
         if not isinstance(count, int) or count < 1:
             raise UserError(f"n_microbatches is {count}; it must be a whole number of at least 1.")
         if count < self.stages:
@@ -57,6 +60,9 @@ class Options:
                 f"2BW needs at least as many microbatches as stages: n_microbatches={count} < {self.stages} stages. "
                 f"Set n_microbatches to {self.stages} or more, or use fewer stages."
             )
+        for name, dtype in (("bank_dtype", self.bank_dtype), ("gradient_dtype", self.gradient_dtype)):
+            if dtype is not None and not isinstance(dtype, torch.dtype):
+                raise UserError(f"{name}={dtype!r}: give a dtype of torch, torch.bfloat16 for one, or None.")
         if self.bank_dtype == torch.float16:
             raise _half("bank_dtype=torch.float16")
         if (
@@ -80,7 +86,7 @@ class Options:
         first = self.synchronous
         if callable(first):
             return first
-        if first < 0:
+        if not isinstance(first, int) or first < 0:
             raise UserError(f"synchronous={first}: give the number of first groups to flush, or a callable.")
         return lambda group: group < first
 
@@ -88,6 +94,18 @@ class Options:
     def gradient_of_loss(self) -> float:
         """What each microbatch's loss counts: their mean is trained, or their sum (`scale_grads=False`)."""
         return 1.0 / self.n_microbatches if self.scale_grads else 1.0
+
+    def of_all_stages(self, correction: str) -> dict[str, object]:
+        """What every stage of a pipeline has to be told alike, by argument. A cutover may be a stage's own."""
+        first = self.synchronous
+        return {
+            "n_microbatches": self.n_microbatches,
+            "correction": correction,
+            "max_grad_norm": None if self.max_grad_norm is None else float(self.max_grad_norm),
+            "synchronous": "a callable" if callable(first) else first,
+            "scale_grads": self.scale_grads,
+            "data_reduction": self.data_reduction,
+        }
 
     def check_module(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters():

@@ -113,6 +113,7 @@ class Peers:
     # Whether an update's collectives must stand at one place among all data ranks' microbatches.
     in_step = False
     groups: Groups | None = None  # the process groups it uses
+    names_repeat = False  # from stage to stage, for different weights
 
     def __init__(self, count: int, ties: Sequence[Sequence[int]] = ()) -> None:
         self._of_one = [list(tie) for tie in ties]
@@ -130,8 +131,8 @@ class Peers:
             assign_tied(sum_present([grads[index] for index in tie]), grads, tie)
         yield from ()
 
-    def exchange(self, squares: Tensor, status: RankStatus) -> Generator[Wait, None, RunStatus]:
-        """Tell this rank's slots of the squared norms and its status; return what all told."""
+    def exchange(self, group: int, squares: Tensor, status: RankStatus) -> Generator[Wait, None, RunStatus]:
+        """In the update of a group, tell this rank's slots of the squared norms and its status; what all told."""
         told = yield from to_host(squares)
         return RunStatus(
             told,

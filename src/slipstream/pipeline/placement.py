@@ -136,6 +136,12 @@ def _from_mesh(mesh: DeviceMesh) -> Grid:
             f"The mesh dimension {others[0]!r} says nothing to the engine. Data dimensions begin with "
             f"{', '.join(DATA_NAMES[:4])}, the tensor dimension is 'tp', the pipeline's 'pp'."
         )
+    if not (data or tensor) and mesh.size() < dist.get_world_size():
+        raise UserError(
+            f"The mesh {names} has no dimension but the pipeline's, and there are {dist.get_world_size()} ranks: their "
+            "gradients would not be averaged. Give the whole mesh, or none where these pipelines have nothing to do "
+            "with each other."
+        )
     spanning = tuple(mesh.get_group(axis) for axis in [*data, *tensor])
     axes = tuple(along(mesh, [axis]) for axis in data)
     return Grid(

@@ -77,9 +77,15 @@ def copied(module: nn.Module) -> nn.Module:
     """A deep copy. Most of what a module holds are empty dicts, for hooks it has not: they are copied here, which takes
     half the time."""
     held = [value for part in module.modules() for value in vars(part).values()]
-    return copy.deepcopy(
-        module, {id(each): type(each)() for each in held if type(each) in _DICTS and not each}
-    )
+    try:
+        return copy.deepcopy(
+            module, {id(each): type(each)() for each in held if type(each) in _DICTS and not each}
+        )
+    except (TypeError, RuntimeError) as error:
+        raise UserError(
+            f"The module cannot be copied, and each weight version is a copy: {error}. Hand in the plain module, "
+            "unwrapped, without locks, groups or files, and with parametrizations in the place of the old weight_norm."
+        ) from error
 
 
 def blank_like(replica: Replica) -> Replica:

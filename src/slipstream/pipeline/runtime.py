@@ -24,6 +24,7 @@ from slipstream.distributed.groups import shares_gpus
 from slipstream.errors import UserError
 from slipstream.optim.corrections import Correction, build_correction, check_mixed
 from slipstream.pipeline import state as states
+from slipstream.pipeline.agreement import prefix_of
 from slipstream.pipeline.checks import (
     check_covers,
     check_inputs,
@@ -128,9 +129,12 @@ class Schedule2BW(Engine):
             for replica in self._versions.replicas:
                 sum_gradients(replica.shards)
         self._peers, rows = peers_of(
-            self._stage, self._versions, ties, mesh, data_group, shard_optimizer=shard_optimizer,
+            self._stage, self._versions, ties, mesh, data_group,
+            settings=options.of_all_stages(correction.name) | {"in_flight": in_flight}, shard_optimizer=shard_optimizer,
             summed=data_reduction == "sum", gradient_dtype=gradient_dtype, timeout_seconds=timeout,
         )  # fmt: skip
+        if self._peers.names_repeat:
+            self._versions.prefix = prefix_of(self._stage.index)
         self._links = Links(
             self._stage, self._peers.groups, warm_up_behind=lambda: self._depth.warm_up_behind,
             lead=lambda: self._depth.lead, timeout_seconds=timeout,

@@ -3,6 +3,8 @@
 For the boundary after update g: the master z_{g+1}, the banks that groups g+1 ("current") and g+2 ("next") will read,
 optimizer state and hyperparameters by parameter, the correction, counters. Names are the module's own: where they are
 global (the stages are cut from one model), the union over stages (`merge_states`) loads into any number of stages.
+Where two stages call different parameters by one name, all begin with the stage's number, and the union loads into as
+many.
 
 Tensors are the live ones, and DTensors stay DTensors: `torch.distributed.checkpoint` saves them and loads into them,
 in another layout and another number of stages too. `cloned_state` makes a state that later steps do not change.
@@ -65,9 +67,8 @@ def capture(updater: Updater, *, at_rest: bool = False) -> State:
         for p in entry["params"]
     }
     for versions in updater.versions:
-        owned = [(versions.names[i], versions.master.parameters[i], i) for i in versions.owned]
-        if twice := next((name for name, *_ in owned if name in state["master"]), None):
-            raise CheckpointError(_named_twice(twice, "master"))
+        prefix = versions.prefix
+        owned = [(prefix + versions.names[i], versions.master.parameters[i], i) for i in versions.owned]
         for name, parameter, index in owned:
             state["master"][name] = _master_of(versions, index, at_rest)
             state["optimizer"][name] = dict(slots.get(parameter, {}))
@@ -85,7 +86,9 @@ def capture(updater: Updater, *, at_rest: bool = False) -> State:
             bank = state["banks"].setdefault(bank_name(group - updater.completed), {})
             bank.update({name: replica.parameters[index].detach() for name, _, index in owned})
             state["published"][bank_name(group - updater.completed)] = group in published
-        state["buffers"].update({name: versions.module.get_buffer(name) for name in versions.buffers})
+        state["buffers"].update(
+            {prefix + name: versions.module.get_buffer(name) for name in versions.buffers}
+        )
     return state
 
 
@@ -129,7 +132,8 @@ def restore(updater: Updater, state: State) -> None:
     updater.await_copies()
     for versions in updater.versions:
         owned = versions.owned  # where the optimizer is sharded, the rest of the master has no memory here
-        _require([versions.names[i] for i in owned], state["master"], "master")
+        names = _names(versions, state["master"])
+        _require([names[i] for i in owned], state["master"], "master")
         master = {i: _fit(versions, state["master"], i) for i in owned}
         if versions.compact is None:
             copy_([versions.master.weights[i] for i in owned], list(master.values()))
@@ -138,12 +142,13 @@ def restore(updater: Updater, state: State) -> None:
             for step in updater.peers.gather(replica.weights):
                 step.wait()
         # Not the caches: those of before are as good as ever, and another one's need not fit.
-        saved = {name: state["buffers"][name] for name in versions.buffers if name in state["buffers"]}
+        found = [(name, _called(versions, name, state["buffers"])) for name in versions.buffers]
+        saved = {name: state["buffers"][key] for name, key in found if key in state["buffers"]}
         for module in (versions.module, *(replica.module for replica in versions.replicas)):
             for name, buffer in saved.items():
                 module.get_buffer(name).copy_(buffer)
         for i in owned:
-            memory = state.get("memory", {}).get(versions.names[i], {})
+            memory = state.get("memory", {}).get(names[i], {})
             updater.correction.remember(versions.master.weights[i], memory)
     _restore_optimizer(updater, state)
     updater.correction.load_state_dict(state["correction"])
@@ -156,7 +161,12 @@ def upgraded(state: State) -> State:
     """A state of this format; from format 1, the banks by their distance from the boundary."""
     if state.get("format") == FORMAT:
         return state
-    if state.get("format") != 1:
+    if "format" not in state:
+        raise CheckpointError(
+            f"This is not a schedule's state: it has {', '.join(map(repr, list(state)[:3]))}. Load what state_dict() "
+            "of a schedule gave; weights alone go into the master, followed by spread_master()."
+        )
+    if state["format"] != 1:
         raise CheckpointError(
             f"The state has format {state.get('format')!r}; this version reads formats 1 and {FORMAT}."
         )
@@ -186,7 +196,8 @@ def _banks(versions: Versions, state: State, master: dict[int, Tensor]) -> dict[
             source = name if saved and not newest else "master"
             if source not in sources:
                 bank = state["banks"][name]
-                _require([versions.names[i] for i in versions.owned], bank, f"bank '{name}'")
+                names = _names(versions, bank)
+                _require([names[i] for i in versions.owned], bank, f"bank '{name}'")
                 sources[source] = {i: _fit(versions, bank, i) for i in versions.owned}
             banks[part] = sources[source]
     return banks
@@ -194,7 +205,7 @@ def _banks(versions: Versions, state: State, master: dict[int, Tensor]) -> dict[
 
 def _fit(versions: Versions, tensors: Mapping[str, Tensor], index: int) -> Tensor:
     """The saved tensor of one parameter, as the local tensor this rank holds."""
-    name = versions.names[index]
+    name = _called(versions, versions.names[index], tensors)
     saved = local(_placed(whole(tensors[name]), versions.master.parameters[index]))
     expected = versions.master.weights[index].shape
     if saved.shape != expected:
@@ -223,6 +234,16 @@ def _placed(saved: Any, parameter: Tensor) -> Any:
     return saved
 
 
+def _names(versions: Versions, section: Mapping[str, Any]) -> list[str]:
+    return [_called(versions, name, section) for name in versions.names]
+
+
+def _called(versions: Versions, name: str, section: Mapping[str, Any]) -> str:
+    """The name of a stage's own in a part of a state; a state of one stage, saved alone, may have it as it is."""
+    key = versions.prefix + name
+    return name if key not in section and name in section else key
+
+
 def _require(names: Sequence[str], tensors: Mapping[str, Any], what: str) -> None:
     missing = [name for name in names if name not in tensors]
     if missing:
@@ -234,7 +255,11 @@ def _require(names: Sequence[str], tensors: Mapping[str, Any], what: str) -> Non
 
 def _restore_optimizer(updater: Updater, state: State) -> None:
     parameters = {id(p): p for p in updater.parameters}
-    names = {id(v.master.parameters[i]): v.names[i] for v in updater.versions for i in v.owned}
+    names = {
+        id(v.master.parameters[i]): _called(v, v.names[i], state["optimizer"])
+        for v in updater.versions
+        for i in v.owned
+    }
     _require(list(names.values()), state["optimizer"], "optimizer")
     optimizer = updater.optimizer
     numbers: dict[int, int] = {}
@@ -256,7 +281,14 @@ def _restore_optimizer(updater: Updater, state: State) -> None:
                 what: _placed(value, parameters[key]).clone() if isinstance(value, Tensor) else value
                 for what, value in saved.items()
             }
+    needed = [set(entry) for entry in optimizer.param_groups]
     optimizer.load_state_dict({"state": slots, "param_groups": groups})
+    for keys, entry in zip(needed, optimizer.param_groups, strict=True):
+        if lacking := sorted(keys - entry.keys()):
+            raise CheckpointError(
+                f"The state is of another optimizer: it has no {', '.join(lacking)} for {type(optimizer).__name__}. "
+                "Load it into a schedule with the optimizer that it was saved with."
+            )
 
 
 def cloned_state(state: Any) -> Any:

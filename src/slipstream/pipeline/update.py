@@ -30,10 +30,12 @@ from torch.optim import Optimizer
 
 from slipstream.distributed import lost
 from slipstream.distributed.groups import Wait
+from slipstream.errors import UserError
 from slipstream.lists import norms
 from slipstream.optim.corrections import Correction
 from slipstream.pipeline.host_sum import PeerLost
 from slipstream.pipeline.peers import Gradients, Peers, RankStatus, RunStatus
+from slipstream.pipeline.settled import Settled
 from slipstream.pipeline.stepping import Stepping, Written
 from slipstream.pipeline.versions import Target, Versions
 from slipstream.torch_private import mark_stepped, updating
@@ -77,6 +79,8 @@ class Updater:
         self._values: dict[int, list[dict[str, Any]]] = {}  # hyperparameters by group, corrected
         self._entered: dict[int, list[dict[str, Any]]] = {}  # as they were given
         self._own_keys: set[str] = set()  # keys of parameter groups that the optimizer itself changes
+        self._settled = [Settled(v.module, [r.module for r in v.replicas]) for v in versions]
+        self._held = _count(optimizer)
         self._stepping = Stepping(self.versions, optimizer, correction, peers.owned)
         mark_stepped(optimizer)
 
@@ -103,6 +107,13 @@ class Updater:
 
     def enter(self, group: int) -> None:
         """Group `group` enters: its update will use the hyperparameters of this moment."""
+        for settled in self._settled:
+            settled.follow()
+        if _count(self.optimizer) != self._held:
+            raise UserError(
+                f"The optimizer holds {_count(self.optimizer)} parameters, and held {self._held} when the schedule was "
+                "made. Put all that is trained into the stage's module before that, and make a new schedule."
+            )
         self._entered[group] = [_frozen(entry) for entry in self.optimizer.param_groups]
         self._values[group] = [dict(entry) for entry in self._entered[group]]
         self.correction.hyperparameters(group, self._values[group])
@@ -182,7 +193,7 @@ class Updater:
         yield from self.peers.tie(grads)
         if self.correction.corrects_gradient:
             self._correct_gradient(group, grads)
-        told = yield from self.peers.exchange(self._squares(grads), self.status)
+        told = yield from self.peers.exchange(group, self._squares(grads), self.status)
         norm = math.sqrt(total) if math.isfinite(total := _sum(told.squares)) else math.nan
         self.grad_norms[group] = norm
         self.statuses[group] = told
@@ -282,6 +293,10 @@ class Updater:
                     self._own_keys.add(key)  # a step counter, say: the optimizer's own business
                 elif key in now and key not in self._own_keys:
                     entry[key] = now[key]
+
+
+def _count(optimizer: Optimizer) -> int:
+    return sum(len(entry["params"]) for entry in optimizer.param_groups)
 
 
 @dataclass(frozen=True)

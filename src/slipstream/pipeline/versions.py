@@ -75,6 +75,7 @@ class Versions:
         self.cutover = cutover
         self._one_kind = cutover.mixed and not looks_ahead  # a bank is the master: they share a replica
         self.names = [name for name, p in master.named_parameters() if p.requires_grad]
+        self.prefix = ""  # of names in a state: where stages call different weights by one name
         not_saved = caches(master)  # here, under their own names: `prepare` may wrap layers
         without_values = ready is not None or any(p.is_meta for p in master.parameters())
         count = delay + 2 if cutover.mixed and looks_ahead else delay + 1
