@@ -39,6 +39,11 @@ def test_file_then_overrides(tmp_path):
     assert config.train.steps == Config().train.steps  # an empty value restores the default
 
 
+def test_what_may_be_of_several_kinds_is_one_problem():
+    (problem,) = problems_of(["pipeline.cutover=x"])
+    assert problem.startswith("pipeline.cutover = 'x': ")
+
+
 def test_every_problem_is_reported_with_its_nearest_key():
     problems = problems_of(
         ["optm.lr=1", "train.stpes=3", "train.dtype=flot32", "lr=3", "steps", "train.seed=x"]

@@ -116,7 +116,7 @@ def test_files(tmp_path: Path, capsys) -> None:
         (["1f1b", "--stages", "0"], ["stages", "0"]),
         (["1f1b", "--groups", "0"], ["groups", "0"]),
         (["1f1b", "--groups", "1000000000"], ["more than a picture shows", "Lower --groups"]),
-        (["1f1b", "--forward", "-1"], ["forward", "negative"]),
+        (["1f1b", "--forward", "-1"], ["forward", "0 or more"]),
         (["1f1b", "--forward", "x"], ["--forward", "'x'"]),
         (["1f1b", "--forward", "1,2"], ["2 values of forward", "4 stages"]),
         (["1f1b", "--link", "1,2"], ["2 latencies", "3 links"]),

@@ -185,8 +185,8 @@ def test_deadlock_names_positions() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"forward": -1}, ["forward", "negative", "-1"]),
-        ({"backward": [1, -2]}, ["backward", "negative"]),
+        ({"forward": -1}, ["forward", "0 or more", "-1"]),
+        ({"backward": [1, -2]}, ["backward", "0 or more"]),
         ({"update": nan}, ["update", "nan"]),
         ({"forward": inf}, ["forward", "finite"]),
         ({"latency": -0.1}, ["latency"]),

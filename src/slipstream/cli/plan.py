@@ -152,8 +152,8 @@ def _check_ranges(counts: dict[str, int | None], amounts: dict[str, float | None
         if value is not None and value < 1:
             raise UserError(f"{name} must be 1 or more, not {value}.")
     for name, amount in amounts.items():
-        if amount is not None and amount < 0:
-            raise UserError(f"{name} must not be negative, but it is {amount:g}.")
+        if amount is not None and not amount >= 0:  # nan neither
+            raise UserError(f"{name} must be 0 or more, not {amount:g}.")
 
 
 def _profile(config: ModelConfig, sequence: int, optimizer: str, measure: bool, path: Path | None) -> Profile:

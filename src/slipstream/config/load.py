@@ -38,7 +38,7 @@ def from_tree(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     try:
         config = Config.model_validate(merged)
     except ValidationError as error:
-        problems.extend(_explain(item) for item in error.errors())
+        problems.extend(_explained(error.errors()))
         raise ConfigError(problems) from None
     if problems:
         raise ConfigError(problems)
@@ -106,6 +106,15 @@ def parse_value(text: str) -> Any:
     except ValueError:
         return text
     return value if isinstance(value, (bool, int, float, str, list, dict)) else text
+
+
+def _explained(items: Sequence[Any]) -> list[str]:
+    """A sentence for each key: what a union could have been is one problem, of which its first alternative tells."""
+    found: dict[str, str] = {}
+    for item in items:
+        text = _explain(item)
+        found.setdefault(text.partition(": ")[0], text)
+    return list(found.values())
 
 
 def _explain(item: Any) -> str:

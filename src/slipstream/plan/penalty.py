@@ -150,7 +150,8 @@ def find_penalty(
         known = sorted({f"{entry.optimizer} with {entry.correction}" for entry in of_it or whole})
         raise UserError(
             f"The penalty table has no entry for {optimizer} with correction {correction}. It has: "
-            f"{'; '.join(known)}. Choose one of these, or give your own table with --penalty FILE."
+            f"{'; '.join(known) or 'nothing'}. {'Choose one of these, or give' if known else 'Give'} your own table with "
+            "--penalty FILE."
         )
 
     def distance(entry: Penalty) -> float:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from slipstream.errors import UserError
 from slipstream.models.sizes import active_parameters, flops_per_token, parameters
-from slipstream.plan.candidates import Cut, Fitter, shapes
+from slipstream.plan.candidates import MICROBATCH_SIZES, MOST_MICROBATCHES, Cut, Fitter, shapes
 from slipstream.plan.layout import Job, Layout, Plan, describe, why_not
 from slipstream.plan.memory import StageMemory, state_bytes
 from slipstream.plan.price import Price, find_price
@@ -171,6 +171,13 @@ def nothing_works(job: Job) -> str:
     ]
     if not needs:
         per_device = max(1, round(job.sequences / job.cluster.devices))
+        if job.sequences == job.cluster.devices * per_device:
+            most = MOST_MICROBATCHES * max(MICROBATCH_SIZES) * job.cluster.devices
+            return (
+                f"{job.sequences} sequences of {job.sequence} tokens are more than {MOST_MICROBATCHES} microbatches in "
+                f"every layout of {job.cluster.devices} devices. Take --batch-tokens {job.sequence * most} or less, or "
+                "name --microbatches or --microbatch-size."
+            )
         return (
             f"{job.sequences} sequences of {job.sequence} tokens cannot be shared by "
             f"{job.cluster.devices} devices and {job.config.layers} layers. The nearest batch that works is "

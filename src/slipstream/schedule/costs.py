@@ -51,7 +51,7 @@ class Costs:
             value = getattr(self, field.name)
             numbers = value if isinstance(value, Sequence) else () if value is None else (value,)
             if any(isnan(number) or number < 0 for number in numbers):
-                raise UserError(f"The cost {field.name} must not be negative, but it is {value}.")
+                raise UserError(f"The cost {field.name} must be 0 or more, not {value}.")
             if field.name != "bandwidth" and inf in numbers:
                 raise UserError(f"The cost {field.name} must be finite, but it is {value}.")
         if self.bandwidth == 0:
