@@ -104,7 +104,10 @@ def test_a_placement_that_train_does_not_make_is_marked_and_has_no_toml(capsys):
         (["--bandwidth", "nan"], "inter_bandwidth must be above 0"),
         (["--sequence", "0"], "--sequence"),
         (["--jitter", "nan"], "--jitter must be 0 or more"),
-        (["--devices", "1", "--sequence", "128", "--batch-tokens", "64M"], "Take --batch-tokens 16777216 or less"),
+        (
+            ["--devices", "1", "--sequence", "128", "--batch-tokens", "64M"],
+            "Take --batch-tokens 16777216 or less",
+        ),
         (["--jitter", "-1"], "--jitter"),
         (["--latency", "-5"], "--latency"),
         (["--toml", "/nowhere/run.toml"], "cannot be written"),

@@ -148,10 +148,10 @@ def find_penalty(
     if not mine:
         of_it = [entry for entry in whole if entry.optimizer == optimizer]
         known = sorted({f"{entry.optimizer} with {entry.correction}" for entry in of_it or whole})
+        of_these = "Choose one of these, or give your own table" if known else "Give another table"
         raise UserError(
             f"The penalty table has no entry for {optimizer} with correction {correction}. It has: "
-            f"{'; '.join(known) or 'nothing'}. {'Choose one of these, or give' if known else 'Give'} your own table with "
-            "--penalty FILE."
+            f"{'; '.join(known) or 'nothing'}. {of_these} with --penalty FILE."
         )
 
     def distance(entry: Penalty) -> float:

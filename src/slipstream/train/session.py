@@ -229,7 +229,8 @@ def stop_signals(told: Asked | None = None) -> Iterator[threading.Event]:
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     try:
         yield asked
-        before = after_the_end(before)
+        if not started_by_torchrun():  # whose ranks still wait for each other
+            before = after_the_end(before)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in before.items():
