@@ -225,7 +225,7 @@ def stop_signals(told: Asked | None = None) -> Iterator[threading.Event]:
         asked.set()
 
     numbers = [n for n in (*STOPS, signal.SIGINT) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in numbers}
+    before: dict[int, Any] = {number: signal.signal(number, note) for number in numbers}
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     try:
         yield asked
