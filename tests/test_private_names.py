@@ -14,6 +14,7 @@ WRAPPER = SOURCE / "pipeline" / "watched_stage.py"
 
 # What `torch_private.py` uses. A new torch that renames one breaks here first.
 PRIVATE = {
+    "_backward_hooks",
     "_get_default_store",
     "_PipelineStage",
     "_PipelineStageBase",

@@ -75,6 +75,11 @@ def run_grad_hooks(parameter: Tensor) -> None:
         hook(parameter)
 
 
+def has_grad_hooks(parameter: Tensor) -> bool:
+    """Whether anyone changes this parameter's gradient, or is told of it."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # pyrefly: ignore[missing-attribute]
+
+
 def traced_graph(stage: Any) -> tuple[Any, Any, dict[str, int]]:
     """(outer graph node, outer graph, submodule name -> stage) of a stage made by torch's pipeline tracer."""
     return stage.node, stage.pipe_info.graph, stage.submod_to_stage_index

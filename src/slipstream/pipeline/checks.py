@@ -17,6 +17,7 @@ from slipstream.errors import UserError
 from slipstream.optim.corrections import Correction
 from slipstream.pipeline.placement import Placement
 from slipstream.pipeline.torch_stage import StageInfo
+from slipstream.torch_private import has_grad_hooks
 
 
 def check_inputs(stage: StageInfo, args: Any, kwargs: Any, has_target: bool) -> None:
@@ -137,7 +138,7 @@ def check_layers(module: nn.Module) -> None:
     """Refuse layers that the rule cannot follow: batch statistics change in the forward, so a replica and a restart
     would each have their own, and sparse gradients have no norm, no reduction and no look-ahead."""
     for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if has_grad_hooks(parameter):
             raise UserError(
                 f"'{name}' has a gradient hook, which copies of the module, one for each weight version, would not "
                 "have. Put what it does into the forward (torch.nn.utils.parametrize), or into a correction."
