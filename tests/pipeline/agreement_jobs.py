@@ -5,6 +5,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
+from torch.utils.checkpoint import checkpoint
 
 from pipeline import tiny
 from slipstream import Schedule2BW, cloned_state, merge_states
@@ -57,6 +58,52 @@ def evaluate_on(world, ranks, after):
             call(schedule.eval, world.rank, world.size, 99)
         call(schedule.step, world.rank, world.size, group)
     schedule.drain()
+
+
+def data_ranks_told(world, name, values):
+    """`values`: of the argument `name`, by data rank of one stage."""
+    from pipeline import few_jobs
+
+    few_jobs.build(world, "one", sharded=False, **{name: values[world.rank]})
+
+
+class Dropping(nn.Module):
+    """One layer of a model, computed again in the backward."""
+
+    def __init__(self, index, reentrant):
+        super().__init__()
+        torch.manual_seed(index)
+        self.reentrant = reentrant
+        self.layers = nn.ModuleDict(
+            {
+                str(index): nn.Sequential(
+                    nn.Linear(WIDTH, 4 * WIDTH), nn.Dropout(), nn.Linear(4 * WIDTH, WIDTH)
+                )
+            }
+        )
+
+    def forward(self, x):
+        if not x.requires_grad and torch.is_grad_enabled():
+            x = x.detach().requires_grad_()  # or the reentrant kind computes no gradients
+        for layer in self.layers.values():
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+def turns_to_eval(world, reentrant, drained):
+    """Losses and norms of a run whose module leaves the training mode after two groups, and comes back."""
+    module = Dropping(world.rank, reentrant)
+    with build(world.rank, world.size, module=module, loss_fn=mean_square, max_grad_norm=1.0) as schedule:
+        losses = []
+        for group in range(6):
+            if group in (2, 4):
+                if drained:
+                    schedule.drain()
+                module.train(group == 4)
+            torch.manual_seed(group)
+            losses += train_same(schedule, world.rank, world.size, [group])
+        schedule.drain()
+        return losses, dict(schedule.grad_norms)
 
 
 def torn(world, saved):
@@ -119,6 +166,34 @@ def train_same(schedule, rank, size, groups):
     return found
 
 
+class Shared(nn.Module):
+    """A stage that is one weight, tied to that of the other."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.wte = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.wte(x)
+
+
+def tied_by_one_name(world):
+    """Losses of groups 1 to 3, gone straight through and by way of the union of both stages' states."""
+    rank, size = world.rank, world.size
+    ways = {}
+    for way in ("straight", "merged"):
+        with build(rank, size, module=Shared(), loss_fn=mean_square, tied={"wte": "wte.weight"}) as schedule:
+            if way == "straight":
+                train_same(schedule, rank, size, [0])
+                states = [None] * size
+                dist.all_gather_object(states, cloned_state(schedule.state_dict()))
+            else:
+                schedule.load_state_dict(merge_states(states))
+            ways[way] = train_same(schedule, rank, size, range(1, 4))
+    return ways["straight"], ways["merged"]
+
+
 def bare(section):
     return {name.split(".", 2)[2]: value for name, value in section.items()}
 
@@ -139,6 +214,7 @@ def goes_on(world, way, folder):
     if way == "bare":  # of this stage, as an earlier version named it
         parts = {part: bare(state[part]) for part in ("master", "optimizer", "hyper")}
         state = state | parts | {"banks": {bank: bare(held) for bank, held in state["banks"].items()}}
+        state = {part: held for part, held in state.items() if held != {}}  # as distributed checkpoints give it
     with build_same(rank, size) as again:
         for p in again.master.parameters():
             p.data.zero_()

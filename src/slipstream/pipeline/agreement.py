@@ -24,7 +24,7 @@ class Told:
     sizes: tuple[int, int]  # data and tensor ranks that hold the stage
     names: Names
     ties: dict[str, list[tuple[tuple[int, ...], str]]]  # tied weight -> shapes and layouts of what holds it
-    settings: dict[str, object]  # argument -> value, of those that are the same on all stages
+    settings: dict[str, object]  # argument -> value, of those that are the same on all ranks
 
 
 def check_agree(told: Sequence[Told], ranks: Sequence[int]) -> None:
@@ -46,13 +46,18 @@ def check_agree(told: Sequence[Told], ranks: Sequence[int]) -> None:
                 f"Stage 0 is held by {first.sizes[0]} data x {first.sizes[1]} tensor ranks, stage {other.stage} by "
                 f"{other.sizes[0]} x {other.sizes[1]}. Give mesh= on every stage, with the same dimensions."
             )
-        for name, value in first.settings.items():
-            if other.settings[name] != value:
-                raise UserError(
-                    f"{name} is {value!r} on stage 0 and {other.settings[name]!r} on stage {other.stage}. Give every "
-                    "stage the same."
-                )
+    check_alike([each.settings for each in told], [f"stage {each.stage}" for each in told])
     check_ties([each.ties for each in told])
+
+
+def check_alike(settings: Sequence[Mapping[str, object]], places: Sequence[str]) -> None:
+    first = settings[0]
+    for other, place in zip(settings[1:], places[1:], strict=True):
+        for name, value in first.items():
+            if other[name] != value:
+                raise UserError(
+                    f"{name} is {value!r} on {places[0]} and {other[name]!r} on {place}. Give every rank the same."
+                )
 
 
 def check_group(group: int, means: Sequence[float]) -> None:
@@ -61,7 +66,7 @@ def check_group(group: int, means: Sequence[float]) -> None:
     Whoever is not where all are differs from some mean; so where no rank objects, all are.
     """
     if any(mean != group for mean in means):
-        seen = ", ".join(f"{mean:g} on stage {stage}" for stage, mean in enumerate(means))
+        seen = ", ".join(f"{mean:.12g} on stage {stage}" for stage, mean in enumerate(means))
         raise UserError(
             f"The stages are at different groups: {seen} (means over data ranks). Load states that were saved at one "
             "boundary on all ranks, and call step on all of them alike."

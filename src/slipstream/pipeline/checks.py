@@ -138,7 +138,7 @@ def check_layers(module: nn.Module) -> None:
     """Refuse layers that the rule cannot follow: batch statistics change in the forward, so a replica and a restart
     would each have their own, and sparse gradients have no norm, no reduction and no look-ahead."""
     for name, parameter in module.named_parameters():
-        if has_grad_hooks(parameter):
+        if parameter.requires_grad and has_grad_hooks(parameter):
             raise UserError(
                 f"'{name}' has a gradient hook, which copies of the module, one for each weight version, would not "
                 "have. Put what it does into the forward (torch.nn.utils.parametrize), or into a correction."
@@ -167,12 +167,23 @@ def refuse_changed_buffers(names: Sequence[str], master: nn.Module, replica: nn.
             )
 
 
+NO_FACTORY = (
+    "optimizer must be a callable that takes the master module and returns a torch optimizer, for example "
+    "lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3)."
+)
+
+
 def optimizer_of(factory: Callable[[nn.Module], Optimizer], module: nn.Module) -> Optimizer:
     """What the user's factory makes of a stage, and a stand-in where there is nothing to train: no parameters, frozen
     ones, or on a data rank that owns none of them. A factory that asks for what is trainable then finds nothing, which
     torch's optimizers refuse."""
     if any(parameter.requires_grad for parameter in module.parameters()):
-        made = factory(module)
+        try:
+            made = factory(module)
+        except TypeError as error:
+            if isinstance(factory, type) and issubclass(factory, Optimizer):
+                raise UserError(f"{NO_FACTORY} {factory.__name__}(module) says: {error}.") from error
+            raise
         if not hasattr(made, "param_groups"):
             raise UserError(
                 f"optimizer(module) returned {type(made).__name__}, not a torch optimizer. Return one that holds the "

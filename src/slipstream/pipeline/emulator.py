@@ -125,7 +125,7 @@ class Emulator(Engine):
         names = list(trained)
         peers = Peers(len(names), [[names.index(name) for name in tie] for tie in ties if tie[0] in names])
         self.optimizer = optimizer_of(optimizer, self._module)
-        self._updater = Updater(self._versions, self.optimizer, correction, max_grad_norm, peers)
+        self._updater = Updater(self._versions, self.optimizer, correction, self._options.clips_at, peers)
         check_covers(self.optimizer, self._module, trained)
         # Groups that do not read the newest weights can be queued before the host knows the norm.
         self._in_slack = all(delays) and any(p.is_cuda for p in self._updater.parameters)
@@ -195,7 +195,8 @@ class Emulator(Engine):
             accumulator.enter(replica, group * self.n_microbatches + index)
         loss, weight = None, count / self.n_microbatches if self._options.scale_grads else count
         if self._graphs is not None:
-            loss = self._graphs.run(group, self._updater.completed, replicas, microbatch, weight)
+            modes = [settled.modes for settled in self._updater.settled]
+            loss = self._graphs.run(group, self._updater.completed, replicas, microbatch, weight, modes)
         if loss is None:
             loss = self._loss(replicas, microbatch)
             with self._newer_weights(group) if any(self.mismatches) else contextlib.nullcontext():

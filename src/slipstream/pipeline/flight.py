@@ -38,6 +38,7 @@ class _InFlight(NamedTuple):
     group: int
     microbatch: int
     replica: Replica
+    modes: int  # of the replica's module, as `settled.py` numbers them
     inputs: list[Tensor]
     outputs: list[Tensor]  # on the last stage, the loss
 
@@ -58,6 +59,7 @@ class Flight:
     ) -> None:
         self._stage, self._options, self._versions = stage, options, versions
         self._links, self._updater, self._depth, self._trace = links, updater, depth, trace
+        (self._settled,) = updater.settled
         self._loss_of = loss
         self._accumulator = Accumulator(
             versions.master, versions.names, at_once=True, dtype=options.gradient_dtype
@@ -73,6 +75,7 @@ class Flight:
     def forward(self, group: int, index: int, microbatch: Microbatch, keep_output: bool) -> Result:
         args, kwargs, target = microbatch
         replica = self._versions.replica(group, index)
+        self._settled.put(self._settled.modes)
         left = self._options.n_microbatches - 1 - index
         inputs = list(args) if self._stage.first else self._links.receive_activations(group, index, left)
         reads = self._versions.reads(group, index).index
@@ -91,7 +94,7 @@ class Flight:
         if self._depth.is_open and recorded is not None and not recorded.settled:
             self._depth.recording()
         outputs = [loss] if loss is not None else _as_message(output)
-        self._waiting.append(_InFlight(group, index, replica, inputs, outputs))
+        self._waiting.append(_InFlight(group, index, replica, self._settled.modes, inputs, outputs))
         if loss is None:
             self._send(group, index, outputs)
             return None, None
@@ -121,7 +124,8 @@ class Flight:
 
     def backward(self) -> None:
         """Of the oldest in flight. After the last one of a group, its update begins."""
-        group, index, replica, inputs, outputs = self._waiting.popleft()
+        group, index, replica, modes, inputs, outputs = self._waiting.popleft()
+        self._settled.put(modes)
         if self._stage.last:
             roots, grads = outputs, [torch.full_like(outputs[0], self._options.gradient_of_loss)]
         else:

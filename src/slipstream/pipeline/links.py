@@ -181,6 +181,12 @@ class Links:
 
     # Training ---------------------------------------------------------------------------------------------
 
+    def begin_group(self) -> None:
+        if self._before is not None:
+            self._before.groups += 1
+        if self._behind is not None:
+            self._behind.tell_group()
+
     def receive_activations(self, group: int, index: int, left: int) -> list[Tensor]:
         """The input of a microbatch; `left`: how many more the group has.
 

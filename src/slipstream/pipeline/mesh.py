@@ -23,7 +23,7 @@ from slipstream.distributed import wires
 from slipstream.distributed.groups import Group, Groups, Wait
 from slipstream.lists import mul_
 from slipstream.optim.sharded import local
-from slipstream.pipeline.agreement import Told, check_agree, check_group, names_repeat
+from slipstream.pipeline.agreement import Told, check_agree, check_alike, check_group, names_repeat
 from slipstream.pipeline.attendant import Attendant
 from slipstream.pipeline.checks import check_ties, held_ties
 from slipstream.pipeline.host_sum import HostSum, suits
@@ -63,7 +63,7 @@ def peers_of(
     gradient_dtype: torch.dtype | None,
     timeout_seconds: float,
 ) -> tuple[Peers, list[Placement]]:
-    """The peers of a stage's rank, with a row for each of its trainable parameters. `settings`: what all stages must
+    """The peers of a stage's rank, with a row for each of its trainable parameters. `settings`: what all ranks must
     have been told alike. `summed`: of gradients over data ranks their sum is taken, not their mean."""
     names, parameters = versions.names, versions.master.parameters
     by_name: dict[str, Tensor] = dict(zip(names, parameters, strict=True))
@@ -301,6 +301,10 @@ def _discover(
     dist.all_gather_object(entries, (mine, count), group=group)
     told: list[Told] = [each for each, _ in entries]
     check_agree(told, dist.get_process_group_ranks(group or dist.group.WORLD))
+    for joined in grid.spanning:
+        settings: list[Any] = [None] * dist.get_world_size(joined)
+        dist.all_gather_object(settings, mine.settings, group=joined)
+        check_alike(settings, [f"rank {rank}" for rank in dist.get_process_group_ranks(joined)])
     holders: dict[str, list[int]] = {}
     for each in told:
         for name in each.ties:

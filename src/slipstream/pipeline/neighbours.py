@@ -1,6 +1,6 @@
 """The stage before and the stage behind, as their hosts are known to this one: a wire, and what came over it.
 
-Shapes of messages are told to the stage behind. Where devices do the waiting (`in_stream.py`) notices decide what is
+Shapes of messages are told to the stage behind, and what is begun, a group or an evaluation. Where devices do the waiting (`in_stream.py`) notices decide what is
 queued, and are heeded in the order in which they were told. A wire also says, at once, that its other end is gone.
 """
 
@@ -15,7 +15,7 @@ from slipstream.distributed.wires import Wire, wait_readable
 from slipstream.errors import StageError, UserError
 from slipstream.pipeline.messages import Spec, decode, encode
 
-_SHAPES, _EVALUATION = b"D", b"E"
+_SHAPES, _EVALUATION, _GROUP = b"D", b"E", b"G"
 
 
 class Neighbour:
@@ -29,8 +29,12 @@ class Neighbour:
         self.heed: dict[bytes, Callable[[bytes], None]] = {}
         self._shapes: deque[Spec] = deque()
         self._evaluations: deque[Spec] = deque()
+        # Groups that have begun, there and here; where devices do the waiting, a thread of theirs counts the first.
+        self._begun = 0
+        self.groups = 0
         self.heed[_SHAPES] = lambda rest: self._shapes.append(decode(rest))
         self.heed[_EVALUATION] = lambda rest: self._evaluations.append(decode(rest))
+        self.heed[_GROUP] = self._heed_group
 
     def __str__(self) -> str:
         return f"stage {self.stage} (rank {self.wire.rank})"
@@ -42,6 +46,13 @@ class Neighbour:
     def tell_evaluation(self, spec: Spec) -> None:
         """That one begins, and the shapes of its activations."""
         self.wire.send(_EVALUATION + encode(spec))
+
+    def tell_group(self) -> None:
+        """That one begins."""
+        self.wire.send(_GROUP)
+
+    def _heed_group(self, _: bytes) -> None:
+        self._begun += 1
 
     def tell(self, notice: bytes, spec: Spec | None = None) -> None:
         self.wire.send(notice if spec is None else notice + encode(spec))
@@ -59,7 +70,14 @@ class Neighbour:
         return self._shapes.popleft()
 
     def hear_evaluation(self, waiting: Waiting) -> Spec:
-        waiting.until(lambda: bool(self._evaluations), self, "waited for the evaluation of")
+        waiting.until(
+            lambda: bool(self._evaluations) or self._begun > self.groups, self, "waited for the evaluation of"
+        )
+        if not self._evaluations:
+            raise UserError(
+                f"{str(self).capitalize()} is in step, and this stage in eval. Call eval on all ranks, as step: each "
+                "stage has its part in it."
+            )
         return self._evaluations.popleft()
 
     def refuse_evaluation(self) -> None:

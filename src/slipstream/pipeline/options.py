@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from slipstream.errors import UserError
 from slipstream.optim.corrections import Correction
+from slipstream.pipeline.checks import NO_FACTORY
 from slipstream.pipeline.microbatches import ChunkSpec, Microbatch, presplit, split
 from slipstream.pipeline.replica import Prepare
 
@@ -42,16 +43,13 @@ class Options:
 
     def __post_init__(self) -> None:
         optimizer, most, count = self.optimizer, self.max_grad_norm, self.n_microbatches
-        if not callable(optimizer) or isinstance(optimizer, Optimizer | type):
-            raise UserError(
-                "optimizer must be a callable that takes the master module and returns a torch optimizer, for example "
-                "lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3)."
-            )
+        if not callable(optimizer) or isinstance(optimizer, Optimizer):
+            raise UserError(NO_FACTORY)
         if self.last and self.loss_fn is None:
             raise UserError("The last stage needs loss_fn(output, target).")
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise UserError(f"loss_fn={self.loss_fn!r}: give a function of (output, target).")
-        if most is not None and not (isinstance(most, Real) and most > 0):
+        if most is not None and not (isinstance(most, Real | Tensor) and most > 0):
             raise UserError(f"max_grad_norm={most!r}: give a norm above 0, or None for no clipping.")
         if not isinstance(count, int) or count < 1:
             raise UserError(f"n_microbatches is {count}; it must be a whole number of at least 1.")
@@ -86,9 +84,14 @@ class Options:
         first = self.synchronous
         if callable(first):
             return first
-        if not isinstance(first, int) or first < 0:
+        if not isinstance(first, Integral) or first < 0:
             raise UserError(f"synchronous={first}: give the number of first groups to flush, or a callable.")
         return lambda group: group < first
+
+    @property
+    def clips_at(self) -> float | None:
+        """`max_grad_norm`, whatever kind of number it is."""
+        return None if self.max_grad_norm is None else float(self.max_grad_norm)
 
     @property
     def gradient_of_loss(self) -> float:
@@ -101,8 +104,8 @@ class Options:
         return {
             "n_microbatches": self.n_microbatches,
             "correction": correction,
-            "max_grad_norm": None if self.max_grad_norm is None else float(self.max_grad_norm),
-            "synchronous": "a callable" if callable(first) else first,
+            "max_grad_norm": self.clips_at,
+            "synchronous": "a callable" if callable(first) else int(first),
             "scale_grads": self.scale_grads,
             "data_reduction": self.data_reduction,
         }

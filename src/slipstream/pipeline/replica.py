@@ -82,6 +82,8 @@ def copied(module: nn.Module) -> nn.Module:
             module, {id(each): type(each)() for each in held if type(each) in _DICTS and not each}
         )
     except (TypeError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "deepcopy" not in str(error):
+            raise  # the module is not to blame: there is no memory, say
         raise UserError(
             f"The module cannot be copied, and each weight version is a copy: {error}. Hand in the plain module, "
             "unwrapped, without locks, groups or files, and with parametrizations in the place of the old weight_norm."

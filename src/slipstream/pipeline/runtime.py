@@ -174,9 +174,7 @@ class Schedule2BW(Engine):
             self._make_compact(correction, needed=compact_master is True)
         if self._versions.partial:
             refuse_to_save(self._versions)
-        self._updater = Updater(
-            [self._versions], self.optimizer, correction, options.max_grad_norm, self._peers
-        )
+        self._updater = Updater([self._versions], self.optimizer, correction, options.clips_at, self._peers)
         self._updater.wait_for = self._links.wait_for
         self._trace = Trace(self._stage.index, self._stage.device)
         self._updater.timing = lambda group: self._trace.action(Kind.UPDATE, group, version=group + 1)
@@ -223,6 +221,7 @@ class Schedule2BW(Engine):
         microbatches = self._cut(args, kwargs, target, losses, (arg_mbs, kwarg_mbs, target_mbs))
         self._flight.loss_kwargs = loss_kwargs or {}
         with self._guarded():
+            self._links.begin_group()
             cutover = self._cutover(group)
             if cutover == 0:
                 self._flight.await_weights(group, 0)

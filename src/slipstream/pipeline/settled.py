@@ -1,7 +1,8 @@
 """What is settled about a module when its replicas are made, and what they go on to follow.
 
 Forwards run on replicas, so nothing that is done to the module itself reaches them. The mode of its parts, train or
-eval, is passed on; that a parameter is frozen or thawed would change what an update is made of, and is refused.
+eval, is passed on, a group's for as long as its microbatches are in flight: a backward may compute layers again. That a
+parameter is frozen or thawed would change what an update is made of, and is refused.
 """
 
 from __future__ import annotations
@@ -12,17 +13,22 @@ from itertools import compress
 from torch import nn
 
 from slipstream.errors import UserError
+from slipstream.pipeline.replica import Replica
+from slipstream.pipeline.stage_graphs import RecordedCall
 
 
 class Settled:
-    """A module and the copies that are trained for it."""
+    """A module and the replicas that are trained for it."""
 
-    def __init__(self, module: nn.Module, copies: Sequence[nn.Module]) -> None:
+    def __init__(self, module: nn.Module, replicas: Sequence[Replica]) -> None:
         self._parameters = dict(module.named_parameters())
         self._trained = self._which_train()
         self._parts = dict(module.named_modules())
-        self._copies = [dict(copy.named_modules()) for copy in copies]
-        self._modes: list[bool] = []  # that the copies were given
+        self._copies = [dict(replica.module.named_modules()) for replica in replicas]
+        self._recorded = [replica.call for replica in replicas if isinstance(replica.call, RecordedCall)]
+        self._known: list[list[bool]] = []  # the modes of all parts, for each way that groups have had them
+        self._of_copies = -1  # what the replicas are in, by its place there
+        self.modes = -1  # those of the group that entered last
 
     def follow(self) -> None:
         """Before a group."""
@@ -35,12 +41,22 @@ class Settled:
                 "schedule and make a new one."
             )
         modes = [part.training for part in self._parts.values()]
-        if modes != self._modes:
-            for name, mode in zip(self._parts, modes, strict=True):
-                for parts in self._copies:
-                    if name in parts:
-                        parts[name].training = mode
-            self._modes = modes
+        if modes not in self._known:
+            self._known.append(modes)
+        self.modes = self._known.index(modes)
+        self.put(self.modes)
+
+    def put(self, modes: int) -> None:
+        """The replicas into the modes of some group."""
+        if modes == self._of_copies:
+            return
+        for name, mode in zip(self._parts, self._known[modes], strict=True):
+            for parts in self._copies:
+                if name in parts:
+                    parts[name].training = mode
+        for call in self._recorded:
+            call.modes = modes
+        self._of_copies = modes
 
     def _which_train(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters.values()]

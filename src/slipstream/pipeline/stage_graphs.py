@@ -208,6 +208,7 @@ class RecordedCall:
         self._graphs, self._module, self._call = graphs, module, call
         self.weights = [p for p in module.parameters() if p.requires_grad]
         self._recordings: dict[Slot, Recording] = {}
+        self.modes = 0  # of the module, train or eval, by number
         self._kind: tuple[object, ...] | None = None  # of the microbatches that are recorded: the first's
         self._calls = 0
         self._anchor: Tensor | None = None
@@ -250,12 +251,13 @@ class RecordedCall:
             plain = self._call
             joined = RecordedCall(self._graphs, self._module, lambda *args: loss(plain(*args[:-1]), args[-1]))
             self._with_loss = (loss, joined)
+        self._with_loss[1].modes = self.modes
         return self._with_loss[1]
 
     def _slot_for(self, args: Sequence[Any]) -> Slot | None:
         if self._graphs.broken or not all(isinstance(arg, Tensor) for arg in args):
             return None
-        kind = tuple((arg.shape, arg.dtype, arg.device, arg.requires_grad) for arg in args)
+        kind = (self.modes, *((arg.shape, arg.dtype, arg.device, arg.requires_grad) for arg in args))
         self._kind = self._kind or kind
         self._calls += 1
         self.settled = self._calls > PLAIN_CALLS

@@ -27,7 +27,7 @@ from slipstream.pipeline.replica import Part, sharded_as
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import THE_MASTER, Versions
 from slipstream.torch_late import is_dtensor
-from slipstream.torch_private import tree_map
+from slipstream.torch_private import tree_flatten, tree_map
 
 FORMAT = 2  # 1: banks went by the number of the group that reads them
 State = dict[str, Any]
@@ -134,7 +134,7 @@ def restore(updater: Updater, state: State) -> None:
         owned = versions.owned  # where the optimizer is sharded, the rest of the master has no memory here
         names = _names(versions, state["master"])
         _require([names[i] for i in owned], state["master"], "master")
-        master = {i: _fit(versions, state["master"], i) for i in owned}
+        master = {i: _fit(versions, state["master"], names[i], i) for i in owned}
         if versions.compact is None:
             copy_([versions.master.weights[i] for i in owned], list(master.values()))
         versions.restore(_banks(versions, state, master))
@@ -142,8 +142,12 @@ def restore(updater: Updater, state: State) -> None:
             for step in updater.peers.gather(replica.weights):
                 step.wait()
         # Not the caches: those of before are as good as ever, and another one's need not fit.
-        found = [(name, _called(versions, name, state["buffers"])) for name in versions.buffers]
-        saved = {name: state["buffers"][key] for name, key in found if key in state["buffers"]}
+        prefix = _prefix(versions, state["buffers"], versions.buffers)
+        saved = {
+            name: state["buffers"][prefix + name]
+            for name in versions.buffers
+            if prefix + name in state["buffers"]
+        }
         for module in (versions.module, *(replica.module for replica in versions.replicas)):
             for name, buffer in saved.items():
                 module.get_buffer(name).copy_(buffer)
@@ -158,7 +162,11 @@ def restore(updater: Updater, state: State) -> None:
 
 
 def upgraded(state: State) -> State:
-    """A state of this format; from format 1, the banks by their distance from the boundary."""
+    """A state of this format, with all its parts: distributed checkpoints drop empty ones. From format 1, the banks by
+    their distance from the boundary."""
+    if "format" in state:
+        empty: State = {part: {} for part in (*SECTIONS, "banks", "published", "correction")}
+        state = empty | state
     if state.get("format") == FORMAT:
         return state
     if "format" not in state:
@@ -198,14 +206,13 @@ def _banks(versions: Versions, state: State, master: dict[int, Tensor]) -> dict[
                 bank = state["banks"][name]
                 names = _names(versions, bank)
                 _require([names[i] for i in versions.owned], bank, f"bank '{name}'")
-                sources[source] = {i: _fit(versions, bank, i) for i in versions.owned}
+                sources[source] = {i: _fit(versions, bank, names[i], i) for i in versions.owned}
             banks[part] = sources[source]
     return banks
 
 
-def _fit(versions: Versions, tensors: Mapping[str, Tensor], index: int) -> Tensor:
+def _fit(versions: Versions, tensors: Mapping[str, Tensor], name: str, index: int) -> Tensor:
     """The saved tensor of one parameter, as the local tensor this rank holds."""
-    name = _called(versions, versions.names[index], tensors)
     saved = local(_placed(whole(tensors[name]), versions.master.parameters[index]))
     expected = versions.master.weights[index].shape
     if saved.shape != expected:
@@ -235,13 +242,13 @@ def _placed(saved: Any, parameter: Tensor) -> Any:
 
 
 def _names(versions: Versions, section: Mapping[str, Any]) -> list[str]:
-    return [_called(versions, name, section) for name in versions.names]
+    prefix = _prefix(versions, section, versions.names)
+    return [prefix + name for name in versions.names]
 
 
-def _called(versions: Versions, name: str, section: Mapping[str, Any]) -> str:
-    """The name of a stage's own in a part of a state; a state of one stage, saved alone, may have it as it is."""
-    key = versions.prefix + name
-    return name if key not in section and name in section else key
+def _prefix(versions: Versions, section: Mapping[str, Any], own: Sequence[str]) -> str:
+    """Of the stage's names in a part of a state. That of one stage, saved alone before names had one, has none."""
+    return "" if section.keys() <= set(own) else versions.prefix
 
 
 def _require(names: Sequence[str], tensors: Mapping[str, Any], what: str) -> None:
@@ -256,9 +263,10 @@ def _require(names: Sequence[str], tensors: Mapping[str, Any], what: str) -> Non
 def _restore_optimizer(updater: Updater, state: State) -> None:
     parameters = {id(p): p for p in updater.parameters}
     names = {
-        id(v.master.parameters[i]): _called(v, v.names[i], state["optimizer"])
+        id(v.master.parameters[i]): name
         for v in updater.versions
-        for i in v.owned
+        for i, name in enumerate(_names(v, state["optimizer"]))
+        if i in v.owned
     }
     _require(list(names.values()), state["optimizer"], "optimizer")
     optimizer = updater.optimizer
@@ -269,8 +277,9 @@ def _restore_optimizer(updater: Updater, state: State) -> None:
     groups = []
     for entry in optimizer.param_groups:
         member = next((names[id(p)] for p in entry["params"] if id(p) in names), None)
-        values = entry if member is None else state["hyper"][member]
-        groups.append({**values, "params": [numbers[id(p)] for p in entry["params"]]})
+        values = {} if member is None else state["hyper"][member]
+        kept = entry if member is None else {k: v for k, v in entry.items() if k not in optimizer.defaults}
+        groups.append({**kept, **values, "params": [numbers[id(p)] for p in entry["params"]]})
     slots: dict[int, dict[str, Any]] = {}
     if state["fresh"]:
         optimizer.state.clear()
@@ -281,14 +290,18 @@ def _restore_optimizer(updater: Updater, state: State) -> None:
                 what: _placed(value, parameters[key]).clone() if isinstance(value, Tensor) else value
                 for what, value in saved.items()
             }
-    needed = [set(entry) for entry in optimizer.param_groups]
-    optimizer.load_state_dict({"state": slots, "param_groups": groups})
-    for keys, entry in zip(needed, optimizer.param_groups, strict=True):
-        if lacking := sorted(keys - entry.keys()):
-            raise CheckpointError(
-                f"The state is of another optimizer: it has no {', '.join(lacking)} for {type(optimizer).__name__}. "
-                "Load it into a schedule with the optimizer that it was saved with."
-            )
+    lacking: set[str] = set()
+    try:
+        optimizer.load_state_dict({"state": slots, "param_groups": groups})
+    except KeyError as error:
+        lacking = set(map(str, error.args))
+    for entry in optimizer.param_groups:  # torch's add what they did not have in an older version
+        lacking |= optimizer.defaults.keys() - entry.keys()
+    if lacking:
+        raise CheckpointError(
+            f"The state is of another optimizer: it has no {', '.join(sorted(lacking))} for {type(optimizer).__name__}. "
+            "Load it into a schedule with the optimizer that it was saved with."
+        )
 
 
 def cloned_state(state: Any) -> Any:
@@ -325,14 +338,25 @@ def merge_states(states: Sequence[State]) -> State:
 
 
 def _union(target: dict[str, Any], source: Mapping[str, Any], what: str) -> None:
+    """What stages share they call alike: a weight that is tied, a table that each of them has."""
     for name, value in source.items():
-        if name in target and what != "buffers":
-            raise CheckpointError(_named_twice(name, what))
+        if name in target and not _same(target[name], value):
+            raise CheckpointError(
+                f"Two stages have something else of the name '{name}' ({what}), so their states cannot be joined. Use "
+                "global names: cut the stages from one model, or keep the full model's module tree."
+            )
         target[name] = value
 
 
-def _named_twice(name: str, what: str) -> str:
-    return (
-        f"Two stages both call a parameter '{name}' ({what}), so their states cannot be joined. Give the parameters "
-        "global names: cut the stages from one model, or keep the full model's module tree."
-    )
+def _same(one: Any, other: Any) -> bool:
+    leaves, form = tree_flatten(one)
+    others, other_form = tree_flatten(other)
+    return form == other_form and all(map(_same_leaf, leaves, others))
+
+
+def _same_leaf(one: Any, other: Any) -> bool:
+    one, other = whole(one), whole(other)
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return one is other or bool(one == other)
+    one, other = local(one), local(other)
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other.to(one.device))

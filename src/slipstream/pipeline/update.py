@@ -79,7 +79,7 @@ class Updater:
         self._values: dict[int, list[dict[str, Any]]] = {}  # hyperparameters by group, corrected
         self._entered: dict[int, list[dict[str, Any]]] = {}  # as they were given
         self._own_keys: set[str] = set()  # keys of parameter groups that the optimizer itself changes
-        self._settled = [Settled(v.module, [r.module for r in v.replicas]) for v in versions]
+        self.settled = [Settled(v.module, v.replicas) for v in versions]
         self._held = _count(optimizer)
         self._stepping = Stepping(self.versions, optimizer, correction, peers.owned)
         mark_stepped(optimizer)
@@ -107,7 +107,7 @@ class Updater:
 
     def enter(self, group: int) -> None:
         """Group `group` enters: its update will use the hyperparameters of this moment."""
-        for settled in self._settled:
+        for settled in self.settled:
             settled.follow()
         if _count(self.optimizer) != self._held:
             raise UserError(
