@@ -214,7 +214,9 @@ def goes_on(world, way, folder):
     if way == "bare":  # of this stage, as an earlier version named it
         parts = {part: bare(state[part]) for part in ("master", "optimizer", "hyper")}
         state = state | parts | {"banks": {bank: bare(held) for bank, held in state["banks"].items()}}
-        state = {part: held for part, held in state.items() if held != {}}  # as distributed checkpoints give it
+        state = {
+            part: held for part, held in state.items() if held != {}
+        }  # as distributed checkpoints give it
     with build_same(rank, size) as again:
         for p in again.master.parameters():
             p.data.zero_()

@@ -124,7 +124,7 @@ def test_a_whole_model_is_not_a_stage_whose_names_it_has(pool):
     both = Emulator(
         stages=modules, n_microbatches=4, loss_fn=agreement_jobs.mean_square, optimizer=tiny.adamw, cutover=3
     )
-    with pytest.raises(CheckpointError, match="lacks 4 of 4 parameters, 'stage.0.0.weight'"):
+    with pytest.raises(CheckpointError, match=r"lacks 4 of 4 parameters, 'stage\.0\.0\.weight'"):
         both.load_state_dict(cloned_state(alone.state_dict()))
 
 

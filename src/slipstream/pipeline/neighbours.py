@@ -1,7 +1,8 @@
 """The stage before and the stage behind, as their hosts are known to this one: a wire, and what came over it.
 
-Shapes of messages are told to the stage behind, and what is begun, a group or an evaluation. Where devices do the waiting (`in_stream.py`) notices decide what is
-queued, and are heeded in the order in which they were told. A wire also says, at once, that its other end is gone.
+Shapes of messages are told to the stage behind, and what is begun, a group or an evaluation. Where devices do the
+waiting (`in_stream.py`) notices decide what is queued, and are heeded in the order in which they were told. A wire also
+says, at once, that its other end is gone.
 """
 
 from __future__ import annotations

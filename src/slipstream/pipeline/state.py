@@ -290,17 +290,18 @@ def _restore_optimizer(updater: Updater, state: State) -> None:
                 what: _placed(value, parameters[key]).clone() if isinstance(value, Tensor) else value
                 for what, value in saved.items()
             }
+    needed = [entry.keys() & optimizer.defaults.keys() for entry in optimizer.param_groups]
     lacking: set[str] = set()
     try:
         optimizer.load_state_dict({"state": slots, "param_groups": groups})
     except KeyError as error:
         lacking = set(map(str, error.args))
-    for entry in optimizer.param_groups:  # torch's add what they did not have in an older version
-        lacking |= optimizer.defaults.keys() - entry.keys()
+    for keys, entry in zip(needed, optimizer.param_groups, strict=True):  # torch's add what older ones did not have
+        lacking |= keys - entry.keys()
     if lacking:
         raise CheckpointError(
-            f"The state is of another optimizer: it has no {', '.join(sorted(lacking))} for {type(optimizer).__name__}. "
-            "Load it into a schedule with the optimizer that it was saved with."
+            f"The state is of another optimizer: it has no {', '.join(sorted(lacking))} for "
+            f"{type(optimizer).__name__}. Load it into a schedule with the optimizer that it was saved with."
         )
 
 
