@@ -296,7 +296,9 @@ def _restore_optimizer(updater: Updater, state: State) -> None:
         optimizer.load_state_dict({"state": slots, "param_groups": groups})
     except KeyError as error:
         lacking = set(map(str, error.args))
-    for keys, entry in zip(needed, optimizer.param_groups, strict=True):  # torch's add what older ones did not have
+    for keys, entry in zip(
+        needed, optimizer.param_groups, strict=True
+    ):  # torch's add what older ones did not have
         lacking |= keys - entry.keys()
     if lacking:
         raise CheckpointError(
