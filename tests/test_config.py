@@ -20,6 +20,23 @@ def problems_of(overrides: list[str]) -> tuple[str, ...]:
     return caught.value.problems
 
 
+def test_a_value_of_no_kind_is_told_all_of_them():
+    assert problems_of(["pipeline.cutover=x"]) == (
+        "pipeline.cutover = 'x': input should be a valid integer, a valid number or a valid list.",
+    )
+    assert problems_of(["optim.betas=0.9"]) == (
+        "optim.betas = 0.9: input should be a valid list. Write optim.betas=[0.9, ...].",
+    )
+
+
+def test_a_folder_is_no_file_of_settings(tmp_path):
+    with pytest.raises(UserError, match=r"is a folder\. Name a TOML file"):
+        load(str(tmp_path), [])
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(UserError, match=r"Name its settings: .*/config\.toml"):
+        load(str(tmp_path), [])
+
+
 def test_resolved_run_starts_itself_again():
     config = resolve(
         load(None, ["optim.lr=3e-4", "optim.options.nesterov=false", 'train.sample_prompt="a\\"b\\n"'])

@@ -40,7 +40,7 @@ from slipstream.cli import main
 from slipstream.config.load import keys, read_toml
 from slipstream.data.tokenizer import Tokenizer
 from slipstream.data.tokens import TokenDataset
-from slipstream.train.checkpoint import _sealed
+from slipstream.train.manifest import sealed
 from slipstream.train.session import run_rank
 
 
@@ -126,7 +126,7 @@ def damage_checkpoint(rng: random.Random, folder: Path) -> None:
             for name, value in body["files"].items():
                 data = (newest / name).read_bytes()
                 value.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-        body = _sealed(body)
+        body = sealed(body)
     mutate.write_json(manifest, body)
     return None
 

@@ -18,8 +18,8 @@ from slipstream.errors import CheckpointError
 from slipstream.kernels.halves import split
 from slipstream.pipeline.compact import Halves
 from slipstream.train import checkpoint
-from slipstream.train.checkpoint import _sealed
 from slipstream.train.health import fingerprint
+from slipstream.train.manifest import sealed
 from slipstream.train.state import Copier, digest, flatten, unflatten
 from slipstream.train.writer import Leader, Writer
 
@@ -365,7 +365,7 @@ def test_a_malicious_checkpoint_runs_nothing(tmp_path):
         body = json.loads(manifest)
         body.pop("seal")
         body["files"][name] = {"bytes": len(payload), "sha256": digest(path / name).sha256}
-        (path / "manifest.json").write_text(json.dumps(_sealed(body)))
+        (path / "manifest.json").write_text(json.dumps(sealed(body)))
         found = checkpoint.verify(path)  # the attacker's checksums are right
         with pytest.raises(CheckpointError, match="damaged"):
             checkpoint.read(path, found)
@@ -379,7 +379,7 @@ def test_a_manifest_cannot_point_outside_its_folder(tmp_path):
     body = json.loads(file.read_text())
     body.pop("seal")
     body["pieces"] = ["../../secret"]
-    file.write_text(json.dumps(_sealed(body)))
+    file.write_text(json.dumps(sealed(body)))
     with pytest.raises(CheckpointError, match="outside its folder"):
         checkpoint.manifest(tmp_path / "step-00000003")
 
@@ -395,7 +395,7 @@ def test_a_sealed_manifest_that_is_not_ours_is_named_and_an_older_checkpoint_use
         body["files"].pop("stage-000.json")
     else:
         body.pop(change)
-    file.write_text(json.dumps(_sealed(body)))
+    file.write_text(json.dumps(sealed(body)))
     told: list[str] = []
     found = checkpoint.newest_good(tmp_path, told.append)
     assert found is not None

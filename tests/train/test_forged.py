@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from fuzz.valid import tiny
 from slipstream.errors import CheckpointError, UserError
 from slipstream.train import checkpoint
-from slipstream.train.checkpoint import _sealed
+from slipstream.train.manifest import sealed
 from slipstream.train.master import load_master
 from slipstream.train.sanity import check_state
 from slipstream.train.session import run_rank
@@ -38,7 +38,7 @@ def seal(path: Path, change=lambda body: None) -> None:
         data = (path / name).read_bytes()
         value.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
     change(body)
-    (path / "manifest.json").write_text(json.dumps(_sealed(body)))
+    (path / "manifest.json").write_text(json.dumps(sealed(body)))
 
 
 def resume(run: Path) -> dict:

@@ -136,6 +136,18 @@ def test_what_comes_after_the_end_of_a_run_changes_nothing(runs, schedule, kind)
     process = started_warm(
         runs, f"pipeline.schedule={schedule}", *stages, "train.steps=3", "health.hash_every=0"
     )
+    assert_finishes_under(process, kind)
+
+
+def test_nor_where_a_script_has_put_it_into_the_background(runs):
+    """Shells have such a command ignore Ctrl-C; it took itself for no command, and ended with -15."""
+    settings = ["pipeline.schedule=emulate", "pipeline.stages=", "train.steps=3", "health.hash_every=0"]
+    ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+    process = subprocess.Popen([*ignoring, *command(runs, *settings)], **OPTIONS)
+    assert_finishes_under(process, signal.SIGTERM)
+
+
+def assert_finishes_under(process, kind):
     assert process.stdout is not None
     said = []
     for line in process.stdout:

@@ -4,7 +4,9 @@ import pytest
 
 from slipstream.config import load
 from slipstream.errors import CheckpointError
-from slipstream.train.checkpoint import Manifest
+from slipstream.train.banner import banner, facts
+from slipstream.train.cutovers import expected
+from slipstream.train.manifest import Manifest
 from slipstream.train.starts import Starts
 
 CONSTANT = ["pipeline.schedule=emulate", "optim.schedule=constant", "optim.warmup=0", "checkpoint.keep=9"]
@@ -41,6 +43,38 @@ def test_a_fork_may_be_shorter_than_the_start_it_is_in(runs):
     runs.train("run", *settings)
     early = runs.folder / "run/checkpoints/step-00000002"
     assert runs.train("fork", *settings, "train.steps=5", f"run.fork_from={early}")["step"] == 5
+
+
+def test_what_is_printed_first_knows_the_starts_that_are_kept(runs):
+    """The banner and `--dry-run` told of half of the new length."""
+    settings = [*CONSTANT, *FINE, "train.steps=6", "checkpoint.every=2"]
+    runs.train("run", *settings)
+    longer = expected(runs.config("run", *settings, "train.steps=16"))
+    assert "m=4, delay 1, c=3, the first c of m one update old; the first 3 updates m=8, c=3" in banner(
+        longer
+    )
+    assert facts(longer)["old part"] == "3 of 4 microbatches, 3 of 8 in the first 3 updates"
+    early = f"run.fork_from={runs.folder / 'run/checkpoints/step-00000002'}"
+    shorter = expected(runs.config("fork", *settings, "train.steps=3", early))
+    assert "m=8, delay 1, c=3" in banner(shorter)
+    assert facts(shorter)["old part"] == "3 of 8 microbatches"
+    flushed = [*CONSTANT, "optim.sync_start=0.5", "train.steps=6"]
+    runs.train("flushed", *flushed)
+    told = facts(expected(runs.config("flushed", *flushed, "train.steps=16")))["flushed updates"]
+    assert told == "3 at the start, 0 at the end"
+
+
+def test_a_fork_that_is_shorter_than_a_synchronous_start(runs):
+    """It ended in a sentence about a start of 6 that nobody had asked for, once the ranks had begun."""
+    settings = [*CONSTANT, "optim.sync_start=0.5", "optim.sync_finish=0.2"]
+    runs.train("run", *settings, "train.steps=12", "checkpoint.every=2")
+    early = f"run.fork_from={runs.folder / 'run/checkpoints/step-00000002'}"
+    assert runs.train("fork", *settings, "train.steps=5", early)["step"] == 5
+    said = [event["message"] for event in runs.events("fork", "warning")]
+    assert any("The synchronous start stays 4 updates long, as it was, and not 2" in text for text in said), (
+        said
+    )
+    assert not any("run.fork_from" in text for text in said), said
 
 
 def test_a_start_that_is_asked_for_anew_is_not_kept():

@@ -54,11 +54,10 @@ def run(
     check_device(work.device)
     on_gpu = work.device == "cuda"
     rounds = (5 if on_gpu else 15) if rounds is None else rounds
-    if rounds < 1 or (updates is not None and updates < 2):
-        raise UserError(
-            f"--rounds {rounds} and --updates {updates}: a median needs 1 round or more, "
-            "and a period 2 updates or more."
-        )
+    if rounds < 1:
+        raise UserError(f"--rounds {rounds}: a median needs 1 round or more.")
+    if updates is not None and updates < 2:
+        raise UserError(f"--updates {updates}: a period needs 2 updates or more.")
     notes, console = Console(stderr=True, highlight=False), Console(highlight=False)
     here = len(cores.allowed())
     if work.kind == "compute" and not on_gpu and work.stages > here:

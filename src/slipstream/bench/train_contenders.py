@@ -138,9 +138,11 @@ def config_of(setting: Setting, data: Path, folder: Path, *, delayed: bool) -> C
         f"train.steps={setting.warmup + setting.steps + setting.profile}",
     ]
     config = resolve(load(None, [*overrides, *setting.overrides, *(() if delayed else NO_DELAY)]))
-    # A fine start is of the first updates, and these are timed for all that come after it.
+    # Starts are of the first updates, and these are timed for all that come after them.
     after = fine.stretch(config, config.train.steps)
-    return after.changed(pipeline={"fine_start": 0.0, "fine_microbatches": None})
+    return after.changed(
+        pipeline={"fine_start": 0.0, "fine_microbatches": None}, optim={"sync_start": 0.0, "sync_finish": 0.0}
+    )
 
 
 def shape_of(setting: Setting) -> ModelConfig | None:

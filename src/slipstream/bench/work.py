@@ -63,7 +63,7 @@ class Work:
             raise UserError(f"There is no work '{self.kind}'. Choose --work {' or '.join(KINDS)}.")
         if self.stages < 2:
             raise UserError(
-                f"A pipeline of {self.stages} stage has no bubble to measure. Set --stages to 2 or more."
+                f"--stages {self.stages}: fewer than two have no bubble to measure. Set --stages to 2 or more."
             )
         if self.microbatches < self.stages:
             raise UserError(

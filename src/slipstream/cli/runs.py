@@ -99,7 +99,7 @@ def find(place: Path) -> list[Run]:
     if (place / EVENTS_FILE).is_file() or (place / "config.toml").is_file():
         return [read_run(place)]
     if not place.is_dir():
-        raise UserError(f"There is no folder {place}. Name a folder of runs, or runs.")
+        raise UserError(f"There is no folder '{place}'. Name one that holds runs, or a run's own.")
     logs = [path for path in place.rglob(EVENTS_FILE) if "checkpoints" not in path.parts]
     found = []
     for path in sorted(logs):

@@ -30,8 +30,9 @@ def train(
     A run.dir that holds a checkpoint is resumed. Inside torchrun the same command uses torchrun's ranks.
     `slipstream config` explains every key.
 
-    Exit codes: 0 finished; 75 stopped on request and saved, the same command goes on (0 under torchrun, which would
-    start it again); 130 stopped at once by a second Ctrl-C; 2 a mistake in the settings, the data or the machine.
+    Exit codes: 0 finished; 75 stopped on request and saved, the same command goes on (ranks of torchrun exit with 0,
+    or it would start them again); 130 stopped at once by a second Ctrl-C; 2 a mistake in the settings, the data or the
+    machine.
     """
     config = parse([*(arguments or []), *(["train.quiet=true"] if quiet else [])])
     if dry_run:

@@ -63,6 +63,10 @@ def read_toml(
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"There is no file '{path}'. {hint}") from None
+    except IsADirectoryError:
+        own = Path(path) / "config.toml"
+        hint = f"Name its settings: {own}" if own.is_file() else "Name a TOML file of a run"
+        raise UserError(f"'{path}' is a folder. {hint}.") from None
     except (OSError, ValueError) as error:  # also a name that is no name
         raise UserError(f"'{path}' cannot be read: {error}. Name a TOML file of a run.") from None
     try:
@@ -108,13 +112,25 @@ def parse_value(text: str) -> Any:
     return value if isinstance(value, (bool, int, float, str, list, dict)) else text
 
 
+_KIND = "input should be "  # how pydantic begins
+
+
 def _explained(items: Sequence[Any]) -> list[str]:
-    """A sentence for each key: what a union could have been is one problem, of which its first alternative tells."""
-    found: dict[str, str] = {}
+    """A sentence for each key: what could have been several things is one problem."""
+    found: dict[str, list[str]] = {}
     for item in items:
-        text = _explain(item)
-        found.setdefault(text.partition(": ")[0], text)
-    return list(found.values())
+        where, _, what = _explain(item).partition(": ")
+        found.setdefault(where, []).append(what)
+    return [": ".join(filter(None, (where, _any_of(whats)))) for where, whats in found.items()]
+
+
+def _any_of(whats: Sequence[str]) -> str:
+    """One sentence: the first, and what else it could have been."""
+    first, *others = dict.fromkeys(what.partition(", unable")[0].rstrip(".") for what in whats)
+    if not others or not all(what.startswith(_KIND) for what in (first, *others)):
+        return whats[0]
+    *middle, last = (what.removeprefix(_KIND) for what in others)
+    return f"{', '.join([first, *middle])} or {last}."
 
 
 def _explain(item: Any) -> str:
@@ -136,6 +152,8 @@ def _explain(item: Any) -> str:
         hint = f" For its default, write {key}= with nothing behind it."
     elif item["type"] == "dict_type":
         hint = f" Write {key}.NAME=VALUE."
+    elif item["type"] == "list_type" and isinstance(item["input"], int | float):
+        hint = f" Write {key}=[{item['input']}, ...]."
     return f"{key} = {item['input']!r}: {message}.{hint}"
 
 

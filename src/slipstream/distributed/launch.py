@@ -284,9 +284,9 @@ class Stop:
 
 
 def after_the_end(before: dict[int, Any]) -> dict[int, Any]:
-    """What becomes of the signals that a run has heard, where they had these handlers before it. In a command (whose
-    process `slipstream.cli.main` has told what they mean) nothing that comes after its run changes the exit code."""
-    command = all(before.get(n) is signal.default_int_handler for n in (signal.SIGINT, signal.SIGTERM))
+    """What becomes of the signals that a run has heard, where they had these handlers before it. In a command,
+    which `slipstream.cli.main` has told what SIGTERM means, nothing that comes after its run changes the exit code."""
+    command = before.get(signal.SIGTERM) is signal.default_int_handler
     return dict.fromkeys(before, signal.SIG_IGN) if command else before
 
 

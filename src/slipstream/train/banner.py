@@ -16,7 +16,7 @@ FIRST_OLD = "the first c of m one update old"
 
 
 def banner(config: Config) -> str:
-    """`config` has the cutover of the run (`cutovers.expected`)."""
+    """`config` has the cutover and the starts of the run (`cutovers.expected`)."""
     pipeline, train, optim = config.pipeline, config.train, config.optim
     total = train.steps * config.tokens_per_step
     device = "cpu" if cpu_only() else "a GPU if there is one, else cpu"
@@ -57,8 +57,8 @@ def _own(config: Config) -> tuple[str | None, str]:
 
 def _schedule(config: Config) -> str:
     start = fine.length(config)
-    text = _stretch(fine.stretch(config, start))
-    if not start:
+    text = _stretch(fine.stretch(config, config.train.steps - 1))
+    if not 0 < start < config.train.steps:
         return text
     first = fine.stretch(config, 0).pipeline
     return f"{text}; the first {start:,} updates m={first.microbatches}, c={first.cutover}"
@@ -69,7 +69,7 @@ def _stretch(config: Config) -> str:
     if pipeline.schedule == "emulate":
         old = "" if pipeline.cutover is None else f", c={pipeline.cutover}, {FIRST_OLD}"
         return f"emulate: one process, m={pipeline.microbatches}, delay {pipeline.delay}{old}"
-    words = [f"P={pipeline.stages} stages", f"m={pipeline.microbatches}"]
+    words = [f"P={pipeline.stages} stage{'s' * (pipeline.stages != 1)}", f"m={pipeline.microbatches}"]
     if config.synchronous:
         words.append("flushed at every update")
     else:
@@ -94,8 +94,8 @@ def facts(config: Config) -> dict[str, str]:
             "training FLOPs": f"{flops * tokens:.3g} ({flops:.3g} per token)",
         }
     start = fine.length(config)
-    old = f"{_old(fine.stretch(config, start))} microbatches"
-    if start:
+    old = f"{_old(fine.stretch(config, train.steps - 1))} microbatches"
+    if 0 < start < train.steps:
         old += f", {_old(fine.stretch(config, 0))} in the first {start:,} updates"
     if not config.late:
         old = "nothing: every gradient is of the newest weights"

@@ -57,6 +57,14 @@ def run_of(source: Path) -> Path:
     return next((folder for folder in (source, *source.parents) if has_checkpoints(folder)), source)
 
 
+def newest_of(source: Path) -> Path | None:
+    """The checkpoint that `source` names: itself, or the newest of a run or of its checkpoints."""
+    if (source / "manifest.json").is_file():
+        return source
+    found = [*source.glob("checkpoints/step-*/manifest.json"), *source.glob("step-*/manifest.json")]
+    return max(found).parent if found else None
+
+
 def last_started(folder: Path) -> Config | None:
     """The config that was last started here; None where nothing says so."""
     try:

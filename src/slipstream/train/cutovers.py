@@ -5,15 +5,19 @@ A run of before there was a choice had all its microbatches old, and goes on so.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
-from slipstream.config import Change, Config
+from slipstream.config import Change, Config, from_tree
 from slipstream.config import changes as all_changes
+from slipstream.errors import UserError
 from slipstream.schedule.costs import Costs
 from slipstream.schedule.cutover import FELT, default_cutover
 from slipstream.schedule.steady import steady
 from slipstream.train import fine
-from slipstream.train.claim import has_checkpoints, last_started, run_of
+from slipstream.train.claim import has_checkpoints, last_started, newest_of, run_of
+from slipstream.train.manifest import manifest
+from slipstream.train.starts import Starts
 
 _FORWARD, _BACKWARD = 1.0, 2.0
 _USUAL = Costs(forward=_FORWARD, backward=_BACKWARD, update=0.5, update_latency=0.1)  # no update is free
@@ -42,12 +46,19 @@ def _cut(config: Config) -> tuple[int, int]:
 
 
 def expected(config: Config) -> Config:
-    """`config` with the cutover that a start will find, as far as the folder of its run (or of the one that it is
-    forked from) tells without torch. What the start itself decides is `folder.plan`'s."""
-    folder = Path(config.run.dir)
+    """`config` with the cutover and the starts that a start of it will find, as far as the folder of its run (or of the
+    one that it is forked from) tells without torch. What the start itself decides is `folder.plan`'s."""
+    source = folder = Path(config.run.dir)
     if not has_checkpoints(folder) and config.run.fork_from is not None:
-        folder = run_of(Path(config.run.fork_from))
-    return with_cutover(config, last_started(folder) if has_checkpoints(folder) else None)
+        source = Path(config.run.fork_from)
+        folder = run_of(source)
+    config = with_cutover(config, last_started(folder) if has_checkpoints(folder) else None)
+    with contextlib.suppress(UserError):  # it is told when the run begins
+        if (newest := newest_of(source)) is not None:
+            told = manifest(newest)
+            stored = from_tree(told.says("config", dict))
+            return Starts.had(told, stored).where_asked_alike(stored, config).kept(config)
+    return config
 
 
 def decided(config: Config, cutover: int | float | list[int] | None) -> Config:

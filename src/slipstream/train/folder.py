@@ -154,6 +154,9 @@ def plan(
     step, offset, every = manifest.step, manifest.says("data_offset", int), config.train.eval_every
     stored = from_tree(manifest.says("config", dict))
     had = stored.train
+    starts = Starts.had(manifest, stored).where_asked_alike(stored, config)
+    if not recut and had.steps != config.train.steps:
+        notes += starts.notes(config, step)
     # A run that train.patience ended is finished until that, or its length, is changed.
     same = (config.train.patience, config.train.steps) == (had.patience, had.steps)
     trained = step >= config.train.steps or (bool(config.train.patience) and same)
@@ -176,7 +179,7 @@ def plan(
         notes=notes,
         validate=missed,
         cutover=config.pipeline.cutover,
-        starts=vars(Starts.had(manifest, stored).where_asked_alike(stored, config)),
+        starts=vars(starts),
         validations=[] if finished else _validations(folder, step),
         lost_steps=cut.steps,
         heard_of=cut.until,
@@ -291,7 +294,9 @@ def _begin(folder: Path, config: Config, new: Plan, notes: list[str]) -> Plan:
             f"run.fork_from has weights of another model:\n{lines}\nGive the model it was trained with."
         )
     notes.append(f"Forked from {path} (step {manifest.step}).")
-    notes += [f"Changed in the fork: {change}." for change in changed]
+    notes += [f"Changed in the fork: {change}." for change in changed if change.name != "run.fork_from"]
+    starts = Starts.had(manifest, stored).where_asked_alike(stored, config)
+    notes += starts.notes(config, manifest.step)
     return replace(
         new,
         step=manifest.step,
@@ -300,7 +305,7 @@ def _begin(folder: Path, config: Config, new: Plan, notes: list[str]) -> Plan:
         data_offset=manifest.says("data_offset", int),
         notes=notes,
         cutover=config.pipeline.cutover,
-        starts=vars(Starts.had(manifest, stored).where_asked_alike(stored, config)),
+        starts=vars(starts),
     )
 
 

@@ -10,7 +10,7 @@ from slipstream.config import Config
 from slipstream.config.settings import updates
 from slipstream.errors import CheckpointError
 from slipstream.train import fine
-from slipstream.train.checkpoint import Manifest
+from slipstream.train.manifest import Manifest
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,18 @@ class Starts:
         """`config` with these, as numbers of updates."""
         if self.fine is not None:
             config = config.changed(pipeline={"fine_start": float(self.fine)})
-        if self.synchronous is not None:
-            config = config.changed(optim={"sync_start": float(self.synchronous)})
+        if self.synchronous is not None:  # a fork may be shorter
+            most = config.train.steps - updates(config.optim.sync_finish, config.train.steps)
+            config = config.changed(optim={"sync_start": float(min(self.synchronous, most))})
         return config
+
+    def notes(self, config: Config, step: int) -> list[str]:
+        """Where `config`, which goes on from `step`, would have another number of updates that are still to come."""
+        asked, kept = Starts.of(config), Starts.of(self.kept(config))
+        pairs = [("fine", kept.fine, asked.fine), ("synchronous", kept.synchronous, asked.synchronous)]
+        return [
+            f"The {name} start stays {had} updates long, as it was, and not {share}, which is its share of the "
+            f"{config.train.steps} of now."
+            for name, had, share in pairs
+            if had != share and step < max(had or 0, share or 0)
+        ]

@@ -24,16 +24,9 @@ from slipstream.formats import parse_json
 from slipstream.pipeline.compact import Halves, whole
 from slipstream.pipeline.messages import on_host
 from slipstream.torch_private import tree_map
+from slipstream.train.manifest import Digest
 
 TENSOR = "$tensor"
-
-
-@dataclass(frozen=True, slots=True)
-class Digest:
-    """What a finished file looks like."""
-
-    bytes: int
-    sha256: str
 
 
 def flatten(tree: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

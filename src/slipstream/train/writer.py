@@ -23,8 +23,9 @@ from safetensors import SafetensorError
 from slipstream.errors import CheckpointError
 from slipstream.metrics.append import MOMENTARY
 from slipstream.train import checkpoint
+from slipstream.train.manifest import Digest
 from slipstream.train.remote import Copy, Remote
-from slipstream.train.state import Digest, Snapshot, digest, write_piece
+from slipstream.train.state import Snapshot, digest, write_piece
 
 POLL_SECONDS = 0.02
 RETRY_SECONDS = 0.5
