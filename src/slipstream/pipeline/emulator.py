@@ -195,7 +195,7 @@ class Emulator(Engine):
             accumulator.enter(replica, group * self.n_microbatches + index)
         loss, weight = None, count / self.n_microbatches if self._options.scale_grads else count
         if self._graphs is not None:
-            modes = [settled.modes for settled in self._updater.settled]
+            modes = tuple(settled.modes for settled in self._updater.settled)
             loss = self._graphs.run(group, self._updater.completed, replicas, microbatch, weight, modes)
         if loss is None:
             loss = self._loss(replicas, microbatch)

@@ -22,7 +22,7 @@ from slipstream.pipeline.messages import Spec, spec_of
 from slipstream.pipeline.microbatches import Microbatch, check_loss
 from slipstream.pipeline.options import Options
 from slipstream.pipeline.replica import Replica, before_backward, give_back
-from slipstream.pipeline.stage_graphs import RecordedCall
+from slipstream.pipeline.stage_graphs import Modes, RecordedCall
 from slipstream.pipeline.torch_stage import Route, StageInfo
 from slipstream.pipeline.trace import Trace
 from slipstream.pipeline.update import Updater
@@ -38,7 +38,7 @@ class _InFlight(NamedTuple):
     group: int
     microbatch: int
     replica: Replica
-    modes: int  # of the replica's module, as `settled.py` numbers them
+    modes: Modes
     inputs: list[Tensor]
     outputs: list[Tensor]  # on the last stage, the loss
 

@@ -90,13 +90,13 @@ class Graphs:
         replicas: Sequence[Replica],
         microbatch: Microbatch,
         weight: float,
-        modes: Sequence[int],
+        modes: Hashable,
     ) -> Tensor | None:
         """The loss of a microbatch whose gradients, times `weight`, have been added to `.grad`; None: compute it
         plainly.
 
-        `completed` updates are done, so gradients of the groups before are no longer needed. `modes`: those that the
-        modules are in, by number.
+        `completed` updates are done, so gradients of the groups before are no longer needed. `modes`: of the modules,
+        train or eval.
         """
         leaves = tree_leaves(microbatch)
         if self._recorder is None or not all(isinstance(leaf, Tensor) or leaf is None for leaf in leaves):
@@ -106,7 +106,7 @@ class Graphs:
             tuple(id(replica) for replica in replicas),
             tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors),
             weight,
-            *modes,
+            modes,
         )
         recording = self._recordings.get(key)
         if recording is None:

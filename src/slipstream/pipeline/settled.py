@@ -14,7 +14,7 @@ from torch import nn
 
 from slipstream.errors import UserError
 from slipstream.pipeline.replica import Replica
-from slipstream.pipeline.stage_graphs import RecordedCall
+from slipstream.pipeline.stage_graphs import Modes, RecordedCall
 
 
 class Settled:
@@ -26,9 +26,8 @@ class Settled:
         self._parts = dict(module.named_modules())
         self._copies = [dict(replica.module.named_modules()) for replica in replicas]
         self._recorded = [replica.call for replica in replicas if isinstance(replica.call, RecordedCall)]
-        self._known: list[list[bool]] = []  # the modes of all parts, for each way that groups have had them
-        self._of_copies = -1  # what the replicas are in, by its place there
-        self.modes = -1  # those of the group that entered last
+        self.modes: Modes = ()  # of the group that entered last
+        self._of_copies: Modes = ()
 
     def follow(self) -> None:
         """Before a group."""
@@ -40,17 +39,16 @@ class Settled:
                 "made, whose weight versions hold what was trained then. Set requires_grad before, or close this "
                 "schedule and make a new one."
             )
-        modes = [part.training for part in self._parts.values()]
-        if modes not in self._known:
-            self._known.append(modes)
-        self.modes = self._known.index(modes)
+        modes = tuple(part.training for part in self._parts.values())
+        if modes != self.modes:
+            self.modes = modes
         self.put(self.modes)
 
-    def put(self, modes: int) -> None:
+    def put(self, modes: Modes) -> None:
         """The replicas into the modes of some group."""
-        if modes == self._of_copies:
+        if modes is self._of_copies:
             return
-        for name, mode in zip(self._parts, self._known[modes], strict=True):
+        for name, mode in zip(self._parts, modes, strict=True):
             for parts in self._copies:
                 if name in parts:
                     parts[name].training = mode

@@ -30,6 +30,7 @@ from slipstream.torch_private import run_grad_hooks
 PLAIN_CALLS = 2  # of each replica before it is recorded
 MOST_SLOTS = 32  # in flight; any more are computed plainly
 
+Modes = tuple[bool, ...]  # of the parts of a module: whether each is in training mode
 Outputs = list[Tensor]
 Forward = Callable[[], Outputs]
 Backward = Callable[[Outputs], None]
@@ -208,7 +209,7 @@ class RecordedCall:
         self._graphs, self._module, self._call = graphs, module, call
         self.weights = [p for p in module.parameters() if p.requires_grad]
         self._recordings: dict[Slot, Recording] = {}
-        self.modes = 0  # of the module, train or eval, by number
+        self.modes: Modes = ()
         self._kind: tuple[object, ...] | None = None  # of the microbatches that are recorded: the first's
         self._calls = 0
         self._anchor: Tensor | None = None
