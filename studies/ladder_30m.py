@@ -1,0 +1,137 @@
+"""The rung of 30M in half an hour of one GPU: its whole runs share it, and short ones fill what is left.
+
+    python studies/ladder_30m.py TRAIN.txt VALID.txt OUT [--seconds 1640] [KEY=VALUE ...]
+
+Each run is a `slipstream study run` of its own, so that the slowest of them, the one in small microbatches, can go
+first on the GPU (by the priorities of CUDA's MPS). They land in OUT/runs/NAME, for `slipstream study export --results`.
+What still runs at the deadline is stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+STUDY = Path(__file__).with_name("ladder-30m.toml")
+WHOLE = {  # --only of each; the slowest first
+    "third": "length=whole*mode=ef 1/3",
+    "sync": "length=whole*mode=sync",
+    "ef": "length=whole*mode=ef",
+    "delay": "length=whole*mode=delay",
+}
+SHORT = {
+    "low-ef": "length=eighth*lr=0.004*mode=ef",
+    "low-sync": "length=eighth*lr=0.004*mode=sync",
+    "ef-8": "length=eighth*lr=0.008*mode=ef",
+    "sync-8": "length=eighth*lr=0.008*mode=sync",
+}
+WORTH_A_START = 120  # seconds that a short run needs at least
+GRACE = 20  # seconds to write down what is known
+TOLD_EVERY = 60
+
+
+class Lease:
+    """The machine, until a deadline."""
+
+    def __init__(self, out: Path, seconds: float, settings: list[str]) -> None:
+        self.out, self.settings = out.resolve(), settings
+        self._deadline = time.monotonic() + seconds
+        self._runs: dict[str, subprocess.Popen[bytes]] = {}
+        (self.out / "logs").mkdir(parents=True, exist_ok=True)
+
+    @property
+    def left(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def call(self, *arguments: str) -> None:
+        subprocess.run([sys.executable, "-m", "slipstream", *arguments], check=True)
+
+    def start(self, name: str, only: str, priority: int) -> None:
+        command = ["study", "run", str(STUDY), *self.settings, "--workers", "1", "--only", only]
+        with (self.out / "logs" / name).open("wb") as log:
+            self._runs[name] = subprocess.Popen(
+                [sys.executable, "-m", "slipstream", *command, "--out", str(self.out / "runs" / name)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"CUDA_MPS_CLIENT_PRIORITY": str(priority), "OMP_NUM_THREADS": "1"},
+            )
+
+    def busy(self) -> list[str]:
+        return [name for name, run in self._runs.items() if run.poll() is None]
+
+    def tell(self) -> None:
+        print(f"{self.left:.0f} s left", flush=True)
+        for log in sorted((self.out / "logs").iterdir()):
+            said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            print(f"  {log.name}: {said[-1][-160:] if said else ''}", flush=True)
+
+    def stop(self) -> None:
+        for run in self._runs.values():
+            run.terminate()
+        until = time.monotonic() + GRACE
+        for run in self._runs.values():
+            try:
+                run.wait(max(until - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                run.kill()
+
+
+def serve(out: Path) -> bool:
+    """Start CUDA's MPS, by which processes run on one GPU at the same time instead of in turns."""
+    if shutil.which("nvidia-cuda-mps-control") is None:
+        return False
+    for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"):
+        (folder := out / name.lower()).mkdir(parents=True, exist_ok=True)
+        os.environ[name] = str(folder)
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("train", help="text, as `slipstream data prepare` takes it")
+    parser.add_argument("valid")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--seconds", type=float, default=1640)
+    asked = parser.parse_intermixed_args()
+    tokens = asked.out.resolve() / "tokens"
+    lease = Lease(
+        asked.out, asked.seconds, [f"data.path={tokens}", "train.cuda_graphs=true", *asked.settings]
+    )
+    served = serve(lease.out)
+    if not tokens.exists():
+        files = [asked.train, "--valid", asked.valid]
+        lease.call("data", "prepare", *files, "--vocab", "8192", "--out", str(tokens))
+    lease.call("study", "warm", str(STUDY), *lease.settings)
+    for name, only in WHOLE.items():
+        lease.start(name, only, priority=int(name != "third"))
+    waiting, told = list(SHORT.items()), lease.left
+    while lease.left > GRACE and (lease.busy() or (waiting and lease.left > WORTH_A_START)):
+        # One at a time, and beside one whole run at most: they fill what is left, and hold up nothing.
+        if (
+            waiting
+            and lease.left > WORTH_A_START
+            and len(lease.busy()) <= 1
+            and not {*lease.busy()} & {*SHORT}
+        ):
+            lease.start(*waiting.pop(0), priority=1)
+        if told - lease.left > TOLD_EVERY:
+            told = lease.left
+            lease.tell()
+        time.sleep(1)
+    lease.stop()
+    lease.tell()
+    if served:
+        subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", check=False)
+
+
+if __name__ == "__main__":
+    main()
