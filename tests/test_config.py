@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from slipstream.config import changes, describe, from_tree, load, resolve, to_toml
-from slipstream.config.load import keys
+from slipstream.config.load import keys, nearest
 from slipstream.config.settings import Config
 from slipstream.errors import ConfigError, UserError
 
@@ -29,11 +29,26 @@ def test_a_value_of_no_kind_is_told_all_of_them():
     )
 
 
+@pytest.mark.parametrize(
+    ("meant", "key"),
+    [
+        ("stpes", "train.steps"),
+        ("trian.stpes", "train.steps"),
+        ("optim.steps", "train.steps"),
+        ("lr", "optim.lr"),
+        ("model.layer", "model.layers"),
+        ("optim.grad_clip", None),  # nothing is better than optim.adamw_lr
+    ],
+)
+def test_the_nearest_key(meant, key):
+    assert nearest(meant) == key
+
+
 def test_a_folder_is_no_file_of_settings(tmp_path):
     with pytest.raises(UserError, match=r"is a folder\. Name a TOML file"):
         load(str(tmp_path), [])
     (tmp_path / "config.toml").touch()
-    with pytest.raises(UserError, match=r"Name its settings: .*/config\.toml"):
+    with pytest.raises(UserError, match=r"Its settings are in .*/config\.toml"):
         load(str(tmp_path), [])
 
 

@@ -20,6 +20,7 @@ REFUSED = {
     "train.stpes=3": "There is no key",
     "train.trackers=wandb": "train.trackers names wandb, which is not installed. Install it",
     "checkpoint.remote=nowhere://x": "checkpoint.remote = 'nowhere://x' cannot be used",
+    "run.fork_from=/nowhere": "run.fork_from = '/nowhere' has no checkpoint",
     "data.path=/nowhere": "data.path /nowhere is not a folder",
     "data.sequence=1000000": "too few for a sequence of 1000000",
     "model.init_from=/nowhere": "/nowhere does not exist. Name the folder of a model",
@@ -124,3 +125,21 @@ def test_nothing_compiles_so_no_compiler_is_loaded(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_fork_of_nothing_is_refused_before_anything_starts(tmp_path):
+    """But where a run is there already, here or as a copy elsewhere, it goes on without what it was forked from."""
+
+    def check(*overrides):
+        preflight.check(
+            prepare(
+                load(None, [f"run.dir={tmp_path / 'run'}", f"run.fork_from={tmp_path / 'none'}", *overrides])
+            )
+        )
+
+    with pytest.raises(UserError, match="has no checkpoint"):
+        check()
+    check(f"checkpoint.remote=file://{tmp_path}/copies")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").write_text("7\n")
+    check()

@@ -71,9 +71,10 @@ def test_a_fork_that_is_shorter_than_a_synchronous_start(runs):
     early = f"run.fork_from={runs.folder / 'run/checkpoints/step-00000002'}"
     assert runs.train("fork", *settings, "train.steps=5", early)["step"] == 5
     said = [event["message"] for event in runs.events("fork", "warning")]
-    assert any("The synchronous start stays 4 updates long, as it was, and not 2" in text for text in said), (
-        said
-    )
+    assert any(
+        "The synchronous start ends with update 4, as in the run so far, and not with 2" in text
+        for text in said
+    ), said
     assert not any("run.fork_from" in text for text in said), said
 
 

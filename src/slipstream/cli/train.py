@@ -7,7 +7,7 @@ import os
 import typer
 
 from slipstream.config import Config, load, to_toml
-from slipstream.config.load import keys
+from slipstream.config.load import keys, nearest
 from slipstream.distributed import started_by_torchrun
 from slipstream.errors import UserError
 from slipstream.train.banner import facts
@@ -64,7 +64,7 @@ def parse(arguments: list[str]) -> Config:
 
 def _instead(option: str) -> str:
     name = option.lstrip("-").partition("=")[0].replace("-", "_")
-    if near := next((key for key in keys() if name in (key, key.rpartition(".")[2])), None):
+    if near := nearest(name):
         return f"A setting is written without dashes: {near}=VALUE."
     return (
         "There are --dry-run, --quiet and --help; settings are KEY=VALUE, and `slipstream config` lists them."

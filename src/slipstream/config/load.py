@@ -65,10 +65,11 @@ def read_toml(
         raise UserError(f"There is no file '{path}'. {hint}") from None
     except IsADirectoryError:
         own = Path(path) / "config.toml"
-        hint = f"Name its settings: {own}" if own.is_file() else "Name a TOML file of a run"
-        raise UserError(f"'{path}' is a folder. {hint}.") from None
+        raise UserError(
+            f"'{path}' is a folder. {f'Its settings are in {own}.' if own.is_file() else hint}"
+        ) from None
     except (OSError, ValueError) as error:  # also a name that is no name
-        raise UserError(f"'{path}' cannot be read: {error}. Name a TOML file of a run.") from None
+        raise UserError(f"'{path}' cannot be read: {error}. {hint}") from None
     try:
         return parse_toml(text)
     except ValueError as error:
@@ -157,9 +158,17 @@ def _explain(item: Any) -> str:
     return f"{key} = {item['input']!r}: {message}.{hint}"
 
 
+def nearest(key: str) -> str | None:
+    """The key that may have been meant: of its own section, else of whichever has such a name."""
+    section, _, name = key.rpartition(".")
+    for keys_of in ([full for full in keys() if full.startswith(f"{section}.")], keys()):
+        by_name = {full.rpartition(".")[2]: full for full in reversed(keys_of)}
+        if near := difflib.get_close_matches(name, by_name, n=1, cutoff=0.7):
+            return by_name[near[0]]
+    return None
+
+
 def _unknown(key: str) -> str:
-    near = difflib.get_close_matches(key, keys(), n=1, cutoff=0.65)
-    if not near:  # a bare name: the key of that name in whichever section has it
-        near = [full for full in keys() if full.rpartition(".")[2] == key.rpartition(".")[2]][:1]
-    hint = f" Did you mean {near[0]}?" if near else ""
+    near = nearest(key)
+    hint = f" Did you mean {near}?" if near else ""
     return f"There is no key '{key}'.{hint} `slipstream config` lists them all."

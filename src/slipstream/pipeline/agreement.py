@@ -1,6 +1,6 @@
-"""What the stages of a pipeline tell each other once, at the start, and what they must agree on.
+"""What the stages of a pipeline, and their data ranks, tell each other at the start, and what they must agree on.
 
-They are as many programs as stages, and nothing but this would notice that one of them was told something else: each
+They are as many programs as ranks, and nothing but this would notice that one of them was told something else: each
 would follow a rule of its own, and their losses would still look well.
 """
 

@@ -75,19 +75,19 @@ class Neighbour:
             lambda: bool(self._evaluations) or self._begun > self.groups, self, "waited for the evaluation of"
         )
         if not self._evaluations:
-            raise UserError(
-                f"{str(self).capitalize()} is in step, and this stage in eval. Call eval on all ranks, as step: each "
-                "stage has its part in it."
-            )
+            raise self._apart("step", "eval")
         return self._evaluations.popleft()
 
     def refuse_evaluation(self) -> None:
         """In a step: where it evaluates, what it sends is no group's."""
         if self._evaluations:
-            raise UserError(
-                f"{str(self).capitalize()} is in eval, and this stage in step. Call eval on all ranks, as step: each "
-                "stage has its part in it."
-            )
+            raise self._apart("eval", "step")
+
+    def _apart(self, there: str, here: str) -> UserError:
+        return UserError(
+            f"{str(self).capitalize()} is in {there}, and this stage in {here}. Call eval on all ranks, as step: each "
+            "stage has its part in it."
+        )
 
 
 class Waiting:

@@ -98,8 +98,8 @@ class Options:
         """What each microbatch's loss counts: their mean is trained, or their sum (`scale_grads=False`)."""
         return 1.0 / self.n_microbatches if self.scale_grads else 1.0
 
-    def of_all_stages(self, correction: str) -> dict[str, object]:
-        """What every stage of a pipeline has to be told alike, by argument. A cutover may be a stage's own."""
+    def of_all_ranks(self, correction: str) -> dict[str, object]:
+        """What every rank has to be told alike, by argument. A cutover may be a stage's own."""
         first = self.synchronous
         return {
             "n_microbatches": self.n_microbatches,

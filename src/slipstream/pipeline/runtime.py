@@ -130,7 +130,7 @@ class Schedule2BW(Engine):
                 sum_gradients(replica.shards)
         self._peers, rows = peers_of(
             self._stage, self._versions, ties, mesh, data_group,
-            settings=options.of_all_stages(correction.name) | {"in_flight": in_flight}, shard_optimizer=shard_optimizer,
+            settings=options.of_all_ranks(correction.name) | {"in_flight": in_flight}, shard_optimizer=shard_optimizer,
             summed=data_reduction == "sum", gradient_dtype=gradient_dtype, timeout_seconds=timeout,
         )  # fmt: skip
         if self._peers.names_repeat:

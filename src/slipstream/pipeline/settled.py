@@ -39,7 +39,7 @@ class Settled:
                 "made, whose weight versions hold what was trained then. Set requires_grad before, or close this "
                 "schedule and make a new one."
             )
-        modes = tuple(part.training for part in self._parts.values())
+        modes = tuple([part.training for part in self._parts.values()])
         if modes != self.modes:
             self.modes = modes
         self.put(self.modes)

@@ -18,7 +18,7 @@ from slipstream.data.shards import read_meta
 from slipstream.errors import UserError, install
 from slipstream.models.config_json import read_config, read_described, require_transformers
 from slipstream.train import url
-from slipstream.train.claim import has_checkpoints, newest_of, refuse_foreign
+from slipstream.train.claim import is_run, newest_of, refuse_foreign
 from slipstream.train.sources import data_folder, datasets
 
 
@@ -77,7 +77,10 @@ def check(config: Config) -> None:
     """Refuse what cannot work here. Of a resolved run; nothing is written."""
     refuse_foreign(Path(config.run.dir))
     fork = config.run.fork_from
-    if fork is not None and not has_checkpoints(Path(config.run.dir)) and newest_of(Path(fork)) is None:
+    begins = (
+        not is_run(Path(config.run.dir)) and config.checkpoint.remote is None
+    )  # or it may go on from a copy
+    if begins and fork is not None and newest_of(Path(fork)) is None:
         raise UserError(f"run.fork_from = '{fork}' has no checkpoint. Name a run folder or a step-N folder.")
     for name in config.train.trackers:
         if find_spec(name) is None:

@@ -59,8 +59,8 @@ class Starts:
         asked, kept = Starts.of(config), Starts.of(self.kept(config))
         pairs = [("fine", kept.fine, asked.fine), ("synchronous", kept.synchronous, asked.synchronous)]
         return [
-            f"The {name} start stays {had} updates long, as it was, and not {share}, which is its share of the "
-            f"{config.train.steps} of now."
+            f"The {name} start ends with update {had}, as in the run so far, and not with {share}, as its share of "
+            f"{config.train.steps} updates would."
             for name, had, share in pairs
             if had != share and step < max(had or 0, share or 0)
         ]
