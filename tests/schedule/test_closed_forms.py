@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slipstream.errors import UserError
 from slipstream.schedule import Costs, Timeline, build, simulate
 from slipstream.schedule.actions import from_text, to_text
-from slipstream.schedule.cutover import free_cutover
+from slipstream.schedule.cutover import default_cutover, free_cutover
 from slipstream.schedule.occupancy import banks, peak_activations, peak_rank_activations
 from slipstream.schedule.staleness import gradients, staleness
 from slipstream.schedule.validate import check
@@ -193,6 +193,31 @@ def test_a_cutover_of_the_warm_up_and_one_is_the_least_without_a_bubble(stages: 
         assert time(0) == pytest.approx(3 * (m + stages - 1) + 0.7, rel=0.02), "a flush, as 1F1B"
     deep = min(m, 2 * stages - 1)  # more in flight wants a larger cutover
     assert time(free_cutover(stages, m, deep), deep) == pytest.approx(time(None))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 6, 8, 12])
+@pytest.mark.parametrize("factor", [2, 3])
+@pytest.mark.parametrize("link", [0.1, 0.3, 1.5])
+def test_links_that_depth_hides_need_a_cutover_of_that_depth_less_one(
+    stages: int, factor: int, link: float
+) -> None:
+    """c = w_0 = 2P - 2: no stage waits where an update takes no time; with one less, for two links an update."""
+    m, deep = factor * stages, 2 * stages - 1
+
+    def time(cutover: int) -> float:
+        schedule = build("pipedream_2bw", stages, m, 10, in_flight=deep, cutover=cutover)
+        return simulate(schedule, Costs(forward=1.0, backward=2.0, latency=link)).time_per_update
+
+    assert time(deep - 1) == pytest.approx(3 * m)
+    if stages > 2:
+        assert time(deep - 2) == pytest.approx(3 * m + 2 * link)
+        assert time(deep - 3) > time(deep - 2) + 0.9, "the next costs a share of a pair, whatever the links"
+
+
+def test_the_default_cutover() -> None:
+    assert [default_cutover(stages, 64) for stages in (1, 2, 4, 8)] == [1, 3, 5, 9]
+    assert [default_cutover(stages, 64, on_host=True) for stages in (1, 2, 4, 5, 8)] == [1, 3, 5, 7, 13]
+    assert default_cutover(8, 8, on_host=True) == default_cutover(8, 8) == 8
 
 
 @pytest.mark.parametrize("cutover", [0, 1, 3, 4, 6, 8])

@@ -9,10 +9,10 @@ import pytest
 
 from slipstream.config import Config, load, resolve, to_toml
 from slipstream.schedule.steady import steady
-from slipstream.train import cutovers
+from slipstream.train import cutovers, preflight
 from slipstream.train.banner import banner, facts
 from slipstream.train.build import correction
-from slipstream.train.cutovers import expected, waits
+from slipstream.train.cutovers import expected, waits, with_cutover
 from slipstream.train.folder import checkpoints
 
 
@@ -113,6 +113,21 @@ def test_many_microbatches_are_not_simulated_to_say_it(tmp_path, monkeypatch):
         many = ["pipeline.stages=8", "model.layers=8", f"pipeline.microbatches={microbatches}"]
         (note,) = waits(config(tmp_path, *many, "pipeline.cutover=1"), None)
         assert longer in note
+
+
+@pytest.mark.parametrize(("device", "torch_has_no_gpu", "cutover"), [
+    ("cpu", False, 13), ("cuda", True, 9), ("auto", True, 13), ("auto", False, 9)
+])  # fmt: skip
+def test_processors_take_a_larger_cutover(tmp_path, monkeypatch, device, torch_has_no_gpu, cutover):
+    """From five stages on, where it hides what their messages take. It is the run's, wherever that goes on."""
+    monkeypatch.setattr(preflight, "cpu_only", lambda: torch_has_no_gpu)
+    many = ["pipeline.stages=8", "model.layers=8", "pipeline.microbatches=16"]
+    made = with_cutover(config(tmp_path, *many, f"train.device={device}"), None)
+    assert made.pipeline.cutover == cutover
+    for other in ("cpu", "cuda"):
+        again = with_cutover(config(tmp_path, *many, f"train.device={other}"), made)
+        assert again.pipeline.cutover == cutover
+        assert waits(again, None) == []
 
 
 def test_it_is_said_once(tmp_path):

@@ -186,7 +186,9 @@ def resolved(*overrides):
 
 
 def test_what_is_derived():
-    made = expected(resolved("pipeline.stages=8", "pipeline.fine_start=0.25", "train.steps=100"))
+    made = expected(
+        resolved("pipeline.stages=8", "pipeline.fine_start=0.25", "train.steps=100", "train.device=cuda")
+    )
     assert (made.pipeline.fine_microbatches, made.pipeline.cutover) == (32, 9)
     first, then = fine.stretch(made, 24).pipeline, fine.stretch(made, 25).pipeline
     assert (first.microbatches, first.microbatch_size, first.cutover) == (32, 1, 9)
@@ -197,7 +199,9 @@ def test_what_is_derived():
 
 
 def test_it_is_shown():
-    made = expected(resolved("pipeline.stages=8", "pipeline.fine_start=0.25", "train.steps=100"))
+    made = expected(
+        resolved("pipeline.stages=8", "pipeline.fine_start=0.25", "train.steps=100", "train.device=cuda")
+    )
     (line,) = (line for line in banner(made).splitlines() if line.startswith("  schedule"))
     assert "m=8, c=8, " in line
     assert "the first 25 updates m=32, c=9" in line

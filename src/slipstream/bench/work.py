@@ -88,8 +88,8 @@ class Work:
     @property
     def all_old(self) -> bool:
         """Whether every microbatch reads the bank, as in PipeDream-2BW."""
-        chosen = default_cutover(self.stages, self.microbatches) if self.cutover is None else self.cutover
-        return chosen == self.microbatches
+        usual = default_cutover(self.stages, self.microbatches, self.device == "cpu")
+        return (usual if self.cutover is None else self.cutover) == self.microbatches
 
     @property
     def model(self) -> ModelConfig:

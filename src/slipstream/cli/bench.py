@@ -50,7 +50,7 @@ def pipeline(
     correction: Annotated[str, typer.Option(help="Delay correction of our schedule.")] = "none",
     in_flight: Annotated[int | None, typer.Option(help="Microbatches in flight; default: chosen.")] = None,
     cutover: Annotated[
-        int | None, typer.Option(help="Microbatches of an update that are old; default: P + 1.")
+        int | None, typer.Option(help="Microbatches of an update that are old; default: as in a run.")
     ] = None,
     link_latency_ms: Annotated[float, typer.Option(help="Delay every message of ours by this.")] = 0.0,
     rivals: Annotated[str, typer.Option(help="all, none, or a list: 1f1b,gpipe,...")] = "all",

@@ -97,8 +97,10 @@ def schedule(
     if "pipedream_2bw" in names:
         free = free_cutover(stages, microbatches, in_flight)
         usual = default_cutover(stages, microbatches)
+        on_host = default_cutover(stages, microbatches, on_host=True)
         console.print(
-            f"Where links and updates take no time, no stage waits from a cutover of {free} on; a run takes {usual}.",
+            f"Where links and updates take no time, no stage waits from a cutover of {free} on; a run takes {usual}"
+            + (f", on processors {on_host}." if on_host != usual else "."),
             style="dim",
         )
     for path in (plot_file, csv_file, trace_file):

@@ -107,13 +107,13 @@ class Schedule2BW(Engine):
         self.n_microbatches = n_microbatches
         self.loss_fn = loss_fn
         correction = build_correction(correction)
+        on_host = self._stage.device.type == "cpu"
         if cutover is None:
-            usual = default_cutover(count, n_microbatches)
+            usual = default_cutover(count, n_microbatches, on_host)
             cutover = n_microbatches if correction.corrects_gradient else usual
         self._cutover = Cutover(n_microbatches, cutover, options.flushed)
         if self._cutover.mixed:
             check_mixed(correction)
-        on_host = self._stage.device.type == "cpu"
         self._depth = Depth(self._stage.index, count, n_microbatches, in_flight, on_host, self._cutover)
         ties = named_ties(tied, split_shared(module), module, self._stage.index)
         self._versions = Versions(

@@ -31,13 +31,19 @@ def free_cutover(stages: int, microbatches: int, in_flight: int | None = None, s
     return min(microbatches, warm_up + slack)
 
 
-def default_cutover(stages: int, microbatches: int) -> int:
+def default_cutover(stages: int, microbatches: int, on_host: bool = False) -> int:
     """What a schedule takes unless told: a pair more than is free by the clockwork, P + 1.
 
     At c = P an update has to be done in no time. Measured on four parts of a GPU that costs 3 % of an update, and one
     pair of slack brings most of it back (docs/notes/cutover.md).
+
+    On processors messages take a tenth of a pair and cores are late. 2P - 1 in flight hide both (`pipeline/depth.py`).
+    With so many nothing waits from c = w_0 = 2P - 2 on, and one less costs two links an update, once. Up to four stages
+    that is no more than P + 1.
     """
-    return min(microbatches, stages + 1 if stages > 1 else 1)
+    if stages == 1:
+        return 1
+    return min(microbatches, max(stages + 1, 2 * stages - 3 if on_host else 0))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from slipstream.schedule.steady import steady
 from slipstream.train import fine
 from slipstream.train.claim import has_checkpoints, last_started, newest_of, run_of
 from slipstream.train.manifest import manifest
+from slipstream.train.preflight import on_processors
 from slipstream.train.starts import Starts
 
 _FORWARD, _BACKWARD = 1.0, 2.0
@@ -38,7 +39,8 @@ def with_cutover(config: Config, stored: Config | None) -> Config:
     m = pipeline.microbatches
     # A correction of the gradient itself needs the whole group at one bank.
     apart = config.optim.correction == "delay_compensation"
-    return decided(config, m if apart else default_cutover(config.stages, pipeline.most_microbatches))
+    usual = default_cutover(config.stages, pipeline.most_microbatches, on_processors(config))
+    return decided(config, m if apart else usual)
 
 
 def _cut(config: Config) -> tuple[int, int]:

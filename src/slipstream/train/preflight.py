@@ -117,6 +117,11 @@ def torch_release() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def on_processors(config: Config) -> bool:
+    """Whether its ranks work on processors, as far as that can be told without torch."""
+    return config.train.device == "cpu" or (config.train.device == "auto" and cpu_only())
+
+
 def cpu_only() -> bool:
     """Whether the installed torch cannot use any GPU, read from its version file: importing it takes seconds."""
     spec = find_spec("torch")
