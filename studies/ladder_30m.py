@@ -67,8 +67,9 @@ class Lease:
     def tell(self) -> None:
         print(f"{self.left:.0f} s left", flush=True)
         for log in sorted((self.out / "logs").iterdir()):
-            said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-            print(f"  {log.name}: {said[-1][-160:] if said else ''}", flush=True)
+            # How far a run is stands in the log of the process that trains it, which comes a little later.
+            trains = self.out / "runs" / log.name / "worker-0.log"
+            print(f"  {log.name}: {_last_line(trains) or _last_line(log)}", flush=True)
 
     def stop(self) -> None:
         for run in self._runs.values():
@@ -79,6 +80,11 @@ class Lease:
                 run.wait(max(until - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
                 run.kill()
+
+
+def _last_line(log: Path) -> str:
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    return next((line[-160:] for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def serve(out: Path) -> bool:

@@ -14,3 +14,15 @@ def test_each_run_of_the_study_is_started_once():
         found = [matching(points, only, labels) for only in asked]
     assert [len(each) for each in found] == [1] * len(asked)
     assert {each[0].digest for each in found} == {point.digest for point in points}
+
+
+def test_how_far_a_run_is_comes_from_the_process_that_trains_it(tmp_path, capsys):
+    with loaded("ladder_30m") as script:
+        lease = script.Lease(tmp_path, 100.0, [])
+        for name in ("sync", "third"):
+            (tmp_path / "logs" / name).write_text("1 run, 0 done\n\n")
+        trains = tmp_path / "runs" / "third"
+        trains.mkdir(parents=True)
+        (trains / "worker-0.log").write_text("step 1\nstep 20  loss 5.1\n")
+        lease.tell()
+    assert capsys.readouterr().out.splitlines()[1:] == ["  sync: 1 run, 0 done", "  third: step 20  loss 5.1"]
