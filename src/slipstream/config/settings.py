@@ -135,8 +135,8 @@ class PipelineSettings(Settings):
     cutover: int | float | list[int] | None = _field(
         None,
         "microbatches of an update that read old weights, the others read the newest; below 1: a share of them; a list "
-        "by stage: emulate only (derived when a run is made: stages + 1, on processors 2 stages - 3 if that is more, of "
-        "one stage 1; emulate: all)",
+        "by stage: emulate only (derived when a run is made: stages + 1; on processors 2 stages - 3, if that is more; "
+        "of one stage 1; emulate: all)",
     )
     fine_start: float = _field(
         0.0,
