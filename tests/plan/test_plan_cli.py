@@ -100,8 +100,9 @@ def test_a_placement_that_train_does_not_make_is_marked_and_has_no_toml(capsys):
         (["--microbatch-size", "0"], "--microbatch-size"),
         (["--top", "0"], "--top"),
         (["--efficiency", "2"], "at most 1"),
-        (["--memory", "nan"], "memory_bytes must be above 0"),
-        (["--bandwidth", "nan"], "inter_bandwidth must be above 0"),
+        (["--memory", "nan"], "--memory must be above 0"),
+        (["--bandwidth", "nan"], "--bandwidth must be above 0"),
+        (["--memory", "0"], "--memory must be above 0"),
         (["--sequence", "0"], "--sequence"),
         (["--jitter", "nan"], "--jitter must be 0 or more"),
         (

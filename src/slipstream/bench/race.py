@@ -26,6 +26,7 @@ from rich.table import Table as RichTable
 
 from slipstream.bench.checks import make_room
 from slipstream.errors import UserError
+from slipstream.formats import si
 from slipstream.metrics.events import EVENTS_FILE, Run, number, read_run
 from slipstream.metrics.report import write_report
 from slipstream.metrics.report_page import Chart, Section, Series, Table, Text
@@ -237,13 +238,13 @@ def _table(result: dict[str, Any]) -> Table:
             [
                 lap["schedule"] if lap["finished"] else f"{lap['schedule']} (not finished)",
                 f"{lap['seconds_to_target']:.1f}" if reached else "not reached",
-                f"{lap['tokens_to_target'] / 1e6:.2f}" if reached else "",
+                si(lap["tokens_to_target"]) if reached else "",
                 f"{lap['tokens_per_second']:,.0f}",
                 f"{lap['final_loss']:.4f}",
             ]
         )
     return Table(
-        ("schedule", "seconds", "M tokens", "tokens / s", "final loss"),
+        ("schedule", "seconds", "tokens", "tokens / s", "final loss"),
         rows,
         title=f"Time to a validation loss of {result['target_loss']:.4f}",
         note="Seconds of training, without start-up and validations. Tokens / s: after the first validation.",

@@ -76,6 +76,7 @@ def plan(
         {"--sequence": sequence, "--top": top, "--stages": stages, "--microbatches": microbatches,
          "--microbatch-size": microbatch_size},
         {"--jitter": jitter, "--latency": latency},
+        {"--memory": memory, "--bandwidth": bandwidth},
     )  # fmt: skip
     config = find_model(model)
     chosen, timings = find_device(device), None
@@ -147,13 +148,18 @@ def find_model(name: str) -> ModelConfig:
     )
 
 
-def _check_ranges(counts: dict[str, int | None], amounts: dict[str, float | None]) -> None:
+def _check_ranges(
+    counts: dict[str, int | None], amounts: dict[str, float | None], sizes: dict[str, float | None]
+) -> None:
     for name, value in counts.items():
         if value is not None and value < 1:
             raise UserError(f"{name} must be 1 or more, not {value}.")
     for name, amount in amounts.items():
         if amount is not None and not amount >= 0:  # nan neither
             raise UserError(f"{name} must be 0 or more, not {amount:g}.")
+    for name, size in sizes.items():
+        if size is not None and not size > 0:
+            raise UserError(f"{name} must be above 0, not {size:g}.")
 
 
 def _profile(config: ModelConfig, sequence: int, optimizer: str, measure: bool, path: Path | None) -> Profile:
