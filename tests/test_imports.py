@@ -81,6 +81,7 @@ ALLOWED: dict[str, set[str]] = {
         "lists",
     },
     "bench": {
+        "formats",
         "pipeline",
         "schedule",
         "models",

@@ -46,6 +46,12 @@ def test_json_has_the_promised_fields(capsys: pytest.CaptureFixture[str], tmp_pa
         assert row[f"{row['best_sync']}_ms"] == row["best_sync_ms"] <= row["torch_1f1b_ms"]
         assert {"bound", "slipstream", "torch_1f1b", "torch_gpipe"} <= row["peak_memory_bytes"].keys()
         assert row["torch_zbv_ms"] is None  # not asked for
+        assert (row["correction"], row["cutover"]) == ("none", min(3, row["microbatches"]))
+        depths = row["in_flight"]
+        assert all(2 <= depth <= row["microbatches"] + 1 for depth in depths.values())
+        assert set(depths) == (
+            {"slipstream"} if row["microbatches"] == 2 else {"slipstream", "slipstream_2bw"}
+        )
         assert all(len(ranks) == 2 for ranks in row["peak_memory_bytes"].values())
     expected = "not applicable: it needs 4 microbatches or more at 2 stages"
     assert rows[0]["errors"]["torch_dualpipev"] == expected  # at m = 2; at m = 4 it runs
@@ -71,6 +77,7 @@ def test_the_table_names_every_contender(capsys: pytest.CaptureFixture[str]) -> 
         "torch 1F1B",
         "not applicable",
         "slipstream",
+        "slipstream: 2 of 2 old,",
         "fill",
         "drain",
         "it needs 4 microbatches or more",
@@ -88,6 +95,7 @@ def test_the_table_names_every_contender(capsys: pytest.CaptureFixture[str]) -> 
         ("--rivals zero", "Set --rivals to"),
         ("--updates 1", "2 updates or more"),
         ("--rounds 0", "1 round or more"),
+        ("--work sleep --model llama-8m", "--model llama-8m is read by the language work only"),
         ("--plot picture.bmp", ".html"),
         ("--stages 0", "--stages to 2 or more"),
         ("--in-flight 9", "set in_flight from 2"),

@@ -309,6 +309,44 @@ def test_json_holds_every_figure(result):
         assert key in first
 
 
+@pytest.mark.parametrize(
+    ("forced", "nearest"),
+    [
+        ({"stages": 3}, "P=4"),
+        ({"stages": 5}, "P=4"),
+        ({"microbatches": 7}, "m=8"),
+        ({"microbatches": 30}, "m=32"),
+    ],
+)
+def test_the_nearest_layout_is_near(forced, nearest):
+    with pytest.raises(UserError, match=rf"The nearest layout that works: .*\b{nearest},"):
+        plan(job(**forced))
+
+
+DELAY_COMPENSATION = (Penalty("muon", "delay_compensation", 1.1, 2**20, 1e9),)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        job("llama3-8b", 16, "rtx4090", 2**18),
+        job("llama3-8b", 16, "rtx4090", 2**17, stages=16, microbatches=32, schedule="2bw"),
+        job("llama3-8b", 4, "h100", 2**16, stages=2, microbatches=4, schedule="2bw"),
+        job(schedule="2bw", correction="delay_compensation", penalties=DELAY_COMPENSATION),
+    ],
+)
+def test_memory_is_that_of_the_cutover_which_is_run(given):
+    """With everything old the master is whole, which takes more: such a layout fits with that, or is not there."""
+    found, fitter = plan(given), Fitter(given)
+    for layout in found.layouts:
+        shape = layout.shape
+        if shape.asynchronous:
+            named = replace(shape, cutover=shape.cutover or shape.microbatches)
+            assert fitter.memory(named, layout.cut) == layout.memory
+            assert layout.memory_bytes <= given.cluster.device.room_bytes
+    assert any(layout.shape.old == 1 for layout in found.layouts) or given.correction == "error_feedback"
+
+
 def test_forced_m_below_p_names_the_law_and_a_layout_that_works():
     with pytest.raises(
         UserError, match=r"4 microbatches cannot fill 8 stages.*nearest layout that works: "

@@ -137,8 +137,18 @@ def test_a_profile_of_something_else_is_refused(tmp_path):
 def test_what_a_flag_gives_goes_before_what_was_measured(tmp_path, capsys):
     path = tmp_path / "p.json"
     made_up().write(path)
-    flags = "--model cpu-default --devices 4 --per-node 1 --batch-tokens 4k --sequence 64 --stages 4 --schedule 1f1b"
-    given = ["plan", *flags.split(), "--profile-file", str(path), "--json"]
+    flags = "--model cpu-default --devices 4 --per-node 1 --batch-tokens 4k --sequence 64 --stages 4"
+    given = [
+        "plan",
+        *flags.split(),
+        "--schedule",
+        "1f1b",
+        "--device",
+        "cpu",
+        "--profile-file",
+        str(path),
+        "--json",
+    ]
 
     def seconds(*more: str) -> float:
         with pytest.raises(SystemExit) as leaving:

@@ -84,6 +84,11 @@ class Run(ABC):
         """Whether its updates are as all later ones will be; the same on all ranks."""
         return True
 
+    @property
+    def in_flight(self) -> int | None:
+        """Microbatches on the first stage, where that is the contender's choice."""
+        return None
+
     def take_trace(self) -> list[Span]:
         """What was done since the last call, with what was in flight."""
         return []
@@ -204,6 +209,10 @@ class EngineRun(Run):
     @property
     def settled(self) -> bool:
         return self.schedule.settled
+
+    @property
+    def in_flight(self) -> int:
+        return self.schedule.in_flight
 
     def take_trace(self) -> list[Span]:
         self.schedule.drain()

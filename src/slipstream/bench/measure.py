@@ -42,6 +42,7 @@ class Sample:
     fill_seconds: float
     drain_seconds: float
     cpu_seconds: tuple[float, ...]  # per update, of each rank
+    in_flight: int | None = None  # of a contender that chooses it
 
 
 @dataclass
@@ -185,4 +186,5 @@ def summarise(name: str, ranks: Sequence[RankSample]) -> Sample:
         fill_seconds=last.ends[0] - min(rank.start for rank in ranks) - period,
         drain_seconds=max(rank.finish for rank in ranks) - last.ends[-1],
         cpu_seconds=tuple(rank.cpu_seconds / len(rank.ends) for rank in ranks),
+        in_flight=ranks[0].in_flight,
     )

@@ -37,6 +37,9 @@ def record(result: Result) -> dict[str, Any]:
         "rows": result.work.batch,
         "sequence": result.work.tokens,
         "clip": result.work.max_grad_norm is not None,
+        "correction": result.work.correction,
+        "cutover": result.work.old,
+        "in_flight": in_flight(result),
         "device": result.work.device,
         "carrier": result.carrier,
         "link_latency_ms": result.work.link_latency_seconds * 1e3,
@@ -68,6 +71,12 @@ def _language(work: Work) -> dict[str, Any]:
         "head_layers": work.head_layers,
         "layers": [len(layers) for layers in work.layers(range(work.stages))],
     }
+
+
+def in_flight(result: Result) -> dict[str, int]:
+    """Microbatches on the first stage, of the contenders that choose it; of their last sample."""
+    last = {name: samples[-1].in_flight for name, samples in result.samples.items() if samples}
+    return {name: count for name, count in last.items() if count is not None}
 
 
 def cpu_time(result: Result, name: str) -> list[float]:
@@ -103,6 +112,11 @@ def print_result(console: Console, result: Result) -> None:
             " ".join(f"{size / 2**20:.0f}" for size in row["peak_memory_bytes"][name]),
         )
     console.print(table)
+    if deep := row["in_flight"]:
+        rest = f"; all old, {deep[ENGINE_2BW]} in flight" if ENGINE_2BW in deep else ""
+        console.print(
+            f"slipstream: {work.old} of {work.microbatches} old, {deep.get(ENGINE)} in flight{rest}"
+        )
     if row["fill_ms"] is not None:
         fill, drain = (max(0.0, row[name]) for name in ("fill_ms", "drain_ms"))  # below 0: lost in the noise
         console.print(f"slipstream once per run: fill {fill:.1f} ms, drain {drain:.1f} ms")

@@ -41,6 +41,7 @@ class RankSample:
     held_bytes: int = 0  # of a GPU's memory, when nothing is in flight
     losses: tuple[float, ...] = ()
     carrier: str = ""  # of the device's tensors: gloo, nccl, or a group of ours
+    in_flight: int | None = None
 
 
 def take_sample(world: World, name: str, work: Work, warmup: int, updates: int) -> RankSample:
@@ -119,7 +120,7 @@ def _timed(run: Run, device: torch.device, updates: int) -> RankSample:
     settle(device)
     finish, cpu_finish = time.perf_counter(), time.process_time()
     dist.barrier()
-    return RankSample(start, tuple(run.ends), finish, cpu_finish - cpu_start)
+    return RankSample(start, tuple(run.ends), finish, cpu_finish - cpu_start, in_flight=run.in_flight)
 
 
 def settle(device: torch.device) -> None:

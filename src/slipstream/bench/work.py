@@ -86,10 +86,15 @@ class Work:
         build_correction(self.correction)
 
     @property
-    def all_old(self) -> bool:
-        """Whether every microbatch reads the bank, as in PipeDream-2BW."""
+    def old(self) -> int:
+        """How many microbatches read the bank: what was given, or what a run takes."""
         usual = default_cutover(self.stages, self.microbatches, self.device == "cpu")
-        return (usual if self.cutover is None else self.cutover) == self.microbatches
+        return usual if self.cutover is None else self.cutover
+
+    @property
+    def all_old(self) -> bool:
+        """As in PipeDream-2BW."""
+        return self.old == self.microbatches
 
     @property
     def model(self) -> ModelConfig:

@@ -38,7 +38,9 @@ def pipeline(
     probe: Annotated[
         bool, typer.Option("--probe", help="Only measure what the partitions get, alone and together.")
     ] = False,
-    model: Annotated[str, typer.Option(help="Preset of the language work.")] = "smollm2-135m",
+    model: Annotated[
+        str | None, typer.Option(help="Preset of the language work; default: smollm2-135m.")
+    ] = None,
     rows: Annotated[
         int | None, typer.Option(help="Sequences per microbatch; default: 2, of the language work 8.")
     ] = None,
@@ -85,7 +87,12 @@ def pipeline(
     if microbatches is not None:
         counts = _numbers("--microbatches", microbatches, "2,4,8")
     kind = work or ("language" if device == "cuda" else "compute")
-    shape: dict[str, Any] = {"batch": 8, "tokens": 1024, "preset": model} if kind == "language" else {}
+    if model is not None and kind != "language":
+        raise UserError(
+            f"--model {model} is read by the language work only. Add --work language, or drop it."
+        )
+    shape: dict[str, Any] = {"batch": 8, "tokens": 1024} if kind == "language" else {}
+    shape |= {} if model is None else {"preset": model}
     if kind == "sleep" and (rows is not None or sequence is not None):
         raise UserError(
             "--rows and --sequence change nothing where stages sleep. Drop them, or --work sleep."

@@ -10,15 +10,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from slipstream.config import load
-from slipstream.config.resolve import model_config
-from slipstream.errors import UserError, did_you_mean
-from slipstream.models.config_json import read_config
-from slipstream.models.sizes import PRESETS, ModelConfig
+from slipstream.cli.plan_model import find_model
+from slipstream.errors import UserError
+from slipstream.models.sizes import ModelConfig
 from slipstream.optimizers import default_correction
-from slipstream.plan.devices import GIB, Cluster, find_device
+from slipstream.plan.devices import GIB, Cluster, Device, device_called, find_device
 from slipstream.plan.explain import parse_count
-from slipstream.plan.layout import Job
+from slipstream.plan.layout import Job, ModelSettings, Plan, why_not
 from slipstream.plan.memory import BF16, FP32, NARROW, Precision
 from slipstream.plan.penalty import load_penalties
 from slipstream.plan.planner import plan as search
@@ -32,7 +30,12 @@ def plan(
         str, typer.Option(help="A preset, a Hugging Face folder or config.json, or the .toml of a run.")
     ] = "moe-10b",
     devices: Annotated[int, typer.Option(help="How many devices.")] = 64,
-    device: Annotated[str, typer.Option(help="A device preset, or a .toml file with its figures.")] = "h100",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="A device preset, or a .toml file with its figures. Default: h100, or what a profile is of."
+        ),
+    ] = None,
     batch_tokens: Annotated[str, typer.Option(help="Tokens per update, for example 4M.")] = "4M",
     sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
     optimizer: Annotated[str, typer.Option(help="Decides state, update time and token penalty.")] = "muon",
@@ -78,20 +81,16 @@ def plan(
         {"--jitter": jitter, "--latency": latency},
         {"--memory": memory, "--bandwidth": bandwidth},
     )  # fmt: skip
-    config = find_model(model)
-    chosen, timings = find_device(device), None
-    if profile or profile_file is not None:
-        measured = _profile(config, sequence, optimizer, profile, profile_file)
-        chosen = replace(chosen, **measured.device_changes())
-        timings = measured.timings
+    config, settings = find_model(model)
     given: dict[str, Any] = {
         "memory_bytes": None if memory is None else memory * GIB,
         "efficiency": efficiency,
         "per_node": per_node,
         "inter_latency": None if latency is None else latency * 1e-6,
         "inter_bandwidth": None if bandwidth is None else bandwidth * 1e9,
-    }  # last: a ping-pong on one machine cannot know the network
-    chosen = replace(chosen, **{name: value for name, value in given.items() if value is not None})
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    chosen = replace(find_device(device or "h100"), **given)
     job = Job(
         config=config,
         cluster=Cluster(chosen, devices, jitter),
@@ -99,20 +98,31 @@ def plan(
         sequence=sequence,
         optimizer=optimizer,
         correction=correction or default_correction(optimizer),
-        precision=_precision(float32, narrow, optimizer),
+        precision=_precision(float32, narrow, optimizer, chosen),
         tokens=None if tokens is None else parse_count(tokens),
         schedule=schedule,
         stages=stages,
         microbatches=microbatches,
         microbatch_size=microbatch_size,
         penalties=load_penalties(penalty),
-        timings=timings,
+        model=settings or ModelSettings(),
     )
+    if (
+        profile or profile_file is not None
+    ):  # once it is known that the rest makes a job: measuring takes its time
+        measured = _profile(config, sequence, optimizer, profile, profile_file)
+        base = device_called(measured.device) if device is None else find_device(device)
+        # A ping-pong on one machine cannot know the network, so what is given goes before it.
+        chosen = replace(base, **(measured.device_changes() | given))
+        precision = _precision(float32, narrow, optimizer, chosen)
+        job = replace(
+            job, cluster=Cluster(chosen, devices, jitter), precision=precision, timings=measured.timings
+        )
     result = search(job)
     if toml is not None:
         text = next((found for one in result.layouts if (found := to_toml(result, one, model))), None)
         if text is None:
-            raise UserError("None of the ranked layouts uses a schedule that `slipstream train` runs.")
+            raise UserError(_none_runs(result))
         try:
             toml.write_text(text, encoding="utf-8")
         except OSError as error:
@@ -123,29 +133,19 @@ def plan(
         show(result, Console(), model, top)
 
 
-def _precision(float32: bool, narrow: bool, optimizer: str) -> Precision:
+def _precision(float32: bool, narrow: bool, optimizer: str, device: Device) -> Precision:
     if not narrow:
-        return FP32 if float32 else BF16
-    if float32 or optimizer != "muon":
+        return FP32 if float32 or device.processor else BF16  # a run on processors is in float32
+    if float32 or optimizer != "muon" or device.processor:
         raise UserError(
-            "--narrow is for Muon with banks in bf16. Drop it, or drop --float32 and --optimizer."
+            "--narrow is for Muon with banks in bf16, on GPUs. Drop it, or drop --float32 and --optimizer."
         )
     return NARROW
 
 
-def find_model(name: str) -> ModelConfig:
-    """The shape that a preset, a model folder, a config.json or a run's file says."""
-    if name in PRESETS:
-        return PRESETS[name]
-    path = Path(name)
-    if path.suffix == ".toml":
-        return model_config(load(path).model)
-    if path.exists() or path.suffix == ".json" or "/" in name:
-        return read_config(path, to_run=False)
-    raise UserError(
-        f"There is no model preset '{name}'.{did_you_mean(name, PRESETS)} Presets: {', '.join(PRESETS)}; or name a "
-        "Hugging Face folder, a config.json, or the .toml of a run."
-    )
+def _none_runs(plan: Plan) -> str:
+    reasons = dict.fromkeys(why_not(plan.job, layout.shape) for layout in plan.layouts)
+    return f"None of the ranked layouts is one that `slipstream train` runs: {'; '.join(reasons)}."
 
 
 def _check_ranges(

@@ -99,8 +99,8 @@ def schedule(
         usual = default_cutover(stages, microbatches)
         on_host = default_cutover(stages, microbatches, on_host=True)
         console.print(
-            f"Where links and updates take no time, no stage waits from a cutover of {free} on; a run takes {usual}"
-            + (f", on processors {on_host}." if on_host != usual else "."),
+            f"Where links take no time and an update no more than a microbatch, no stage waits from a cutover of "
+            f"{free} on; a run takes {usual}" + (f", on processors {on_host}." if on_host != usual else "."),
             style="dim",
         )
     for path in (plot_file, csv_file, trace_file):

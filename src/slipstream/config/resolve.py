@@ -52,6 +52,9 @@ def resolve(config: Config, *, world: int | None = None) -> Config:
 
 def model_config(settings: ModelSettings) -> ModelConfig:
     """The model's own settings: the preset with single values replaced."""
+    if settings.preset not in PRESETS:
+        hint = did_you_mean(settings.preset, PRESETS)
+        raise ConfigError([f"model.preset = '{settings.preset}' is not one of {', '.join(PRESETS)}.{hint}"])
     preset = PRESETS[settings.preset]
     given = {name: value for name in overridable(preset) if (value := getattr(settings, name)) is not None}
     return dataclasses.replace(preset, **given)
@@ -62,10 +65,6 @@ def overridable(model: ModelConfig) -> list[str]:
 
 
 def _model(settings: ModelSettings, problems: list[str]) -> ModelConfig | None:
-    if settings.preset not in PRESETS:
-        hint = did_you_mean(settings.preset, PRESETS)
-        problems.append(f"model.preset = '{settings.preset}' is not one of {', '.join(PRESETS)}.{hint}")
-        return None
     try:
         return model_config(settings)
     except ConfigError as error:  # the model's own settings explain themselves

@@ -52,8 +52,8 @@ def shapes(job: Job) -> Iterator[Shape]:
     names = (canonical(job.schedule),) if job.schedule else SCHEDULES
     if not set(names) <= set(SCHEDULES):  # their delay grows with P, and no penalty has been measured at that
         raise UserError(f"The planner does not rank '{names[0]}'. Choose from: {', '.join(SCHEDULES)}.")
-    for stages in _divisors(devices):
-        if job.stages not in (None, stages) or stages > job.config.layers:
+    for stages in range(1, min(devices, job.config.layers) + 1):
+        if devices % stages or job.stages not in (None, stages):
             continue
         data_ranks = devices // stages
         for size in _sizes(job, data_ranks):
@@ -107,10 +107,6 @@ def _runnable(shape: Shape, layers: int) -> bool:
     return m >= p
 
 
-def _divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-
-
 class Fitter:
     """Cuts and memory of one job's shapes, remembering what many shapes share."""
 
@@ -138,6 +134,17 @@ class Fitter:
             if max(rank.total for rank in memory) > room:
                 return None
         return cut, memory, self.times(shape, cut)
+
+    @property
+    def all_old(self) -> bool:
+        """Whether the correction needs all of an update's gradients taken at one bank."""
+        return "delay_compensation" in self.job.correction
+
+    def usual_cutover(self, shape: Shape) -> int:
+        """What a run takes."""
+        if self.all_old:
+            return shape.microbatches
+        return default_cutover(shape.stages, shape.microbatches, self.job.cluster.device.processor)
 
     def times(self, shape: Shape, cut: Cut) -> StageTimes:
         job = self.job
@@ -219,9 +226,7 @@ class Fitter:
     def _rank(self, shape: Shape, chunks: Sequence[Layers], activations: float) -> StageMemory:
         job, model = self.job, self.model
         parts = [part for layers in chunks for part in stage_parts(model, layers)]
-        cutover = shape.cutover
-        if cutover is None:  # what a run takes
-            cutover = default_cutover(shape.stages, shape.microbatches)
+        cutover = self.usual_cutover(shape) if shape.cutover is None else shape.cutover
         weights = weights_memory(
             sum(part.matrices for part in parts),
             sum(part.others for part in parts),

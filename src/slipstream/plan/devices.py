@@ -7,15 +7,16 @@ devices joined by the fast link; each device has its own share of the node's net
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from sys import float_info
 from typing import Any
 
 from slipstream.errors import UserError, did_you_mean
 from slipstream.formats import parse_toml
 
 MIB, GIB = 2**20, 2**30
+SMALLEST, LARGEST = 1e-9, 1e24  # of a figure: what is outside is a slip, and overflows somewhere
 _MAY_BE_NONE = ("reserved_bytes", "workspace_bytes", "link_bytes", "group_bytes")
 
 
@@ -51,6 +52,7 @@ class Device:
     link_bytes: float = 17 * MIB  # of a communicator of two stages, one direction (docs/notes/transports.md)
     group_bytes: float = 1.16 * GIB  # of a communicator of data ranks
     usable: float = 0.94  # share of the rest that can be filled before fragmentation bites
+    processor: bool = False  # stages work on cores, in float32
     source: str = "given by the user"
     engine: Runtime = FREE  # of 2BW
     torch_engine: Runtime = FREE  # of the synchronous schedules, which torch runs
@@ -79,14 +81,19 @@ def _wanted(name: str, value: object) -> str:
         return "" if isinstance(value, str) else "a text"
     if isinstance(value, Runtime):
         return ""
-    number = value if isinstance(value, int | float) and abs(value) <= float_info.max else -1.0
+    if name == "processor":
+        return "" if isinstance(value, bool) else "true or false"
+    number = value if isinstance(value, int | float) and abs(value) <= LARGEST else -1.0
     if name in ("intra_latency", "inter_latency", "layer_overhead", *_MAY_BE_NONE):
         return "" if number >= 0 else "0 or more"
     if name in ("efficiency", "usable"):
-        return "" if 0 < number <= 1 else "above 0 and at most 1"
+        return "" if SMALLEST <= number <= 1 else "above 0 and at most 1"
     if name == "per_node":
         return "" if isinstance(value, int) and value > 0 else "a whole number above 0"
-    return "" if number > 0 else "above 0"
+    return "" if number >= SMALLEST else "above 0"
+
+
+MOST_JITTER = 10
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,8 @@ class Cluster:
     jitter: float = 0.0  # relative standard deviation of every duration
 
     def __post_init__(self) -> None:
+        if not 0 <= self.jitter <= MOST_JITTER:
+            raise UserError(f"A jitter of {self.jitter:g} is not from 0 to {MOST_JITTER}: it is a share.")
         if self.devices < 1:
             raise UserError(f"A cluster needs at least 1 device, not {self.devices}.")
 
@@ -126,7 +135,7 @@ PRESETS: dict[str, Device] = {
         _preset("rtx4090", 165, 23.5, 1.0, 20, 3.1, "RTX 4090 data sheet; PCIe 4, 25 Gb/s a device"),
         _preset("cpu", 0.06, 8.0, 0.02, 3, 1, "one slow core, 34 GFLOP/s fp32 measured", layer_overhead=4e-4,
                 intra_latency=1e-4, inter_latency=3e-4, efficiency=0.55, reserved_bytes=0.2 * GIB,
-                workspace_bytes=0, link_bytes=0, group_bytes=0),
+                workspace_bytes=0, link_bytes=0, group_bytes=0, processor=True),
     )
 }  # fmt: skip
 
@@ -144,6 +153,18 @@ def find_device(name: str, **changes: float | int | None) -> Device:
         )
     given: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
     return replace(device, **given)
+
+
+def device_called(name: str) -> Device:
+    """The preset of a device by what its maker or a profile calls it."""
+    letters = re.sub("[^a-z0-9]", "", name.lower())  # nvidiaa100sxm480gb
+    for preset in PRESETS:
+        if all(word in letters for word in preset.split("-")):
+            return PRESETS[preset]
+    raise UserError(
+        f"The profile is of '{name}', which is no preset. Name the nearest with --device, for what a profile does not "
+        f"measure: {', '.join(PRESETS)}."
+    )
 
 
 def _from_file(path: Path) -> Device:

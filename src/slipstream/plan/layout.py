@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from slipstream.errors import UserError
 from slipstream.models.cut import Layers
@@ -14,6 +15,15 @@ from slipstream.plan.penalty import Penalty, load_penalties
 from slipstream.plan.price import Price
 from slipstream.plan.start import Start, mean_seconds
 from slipstream.plan.throughput import Shape, Speed, StageTimes
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """How a run trains the model of a plan: its `[model]`, where that is not the preset or the shape key by key, and in
+    what that differs from the description the shape was read from."""
+
+    values: dict[str, Any] | None = None
+    differs: str = ""
 
 
 @dataclass(frozen=True)
@@ -34,10 +44,14 @@ class Job:
     microbatch_size: int | None = None  # sequences, over all data ranks, as pipeline.microbatch_size
     penalties: tuple[Penalty, ...] = field(default_factory=load_penalties)
     timings: dict[str, Timing] | None = None
+    model: ModelSettings = field(default_factory=ModelSettings)
 
     def __post_init__(self) -> None:
         if self.sequence < 1 or self.batch_tokens < self.sequence or self.batch_tokens % self.sequence:
-            near = max(1, round(self.batch_tokens / max(self.sequence, 1))) * self.sequence
+            # A multiple that all devices can share, where it is about as near.
+            whole = self.sequence * self.cluster.devices
+            unit = whole if self.batch_tokens > whole / 2 else self.sequence
+            near = max(1, round(self.batch_tokens / max(unit, 1))) * unit
             raise UserError(
                 f"A batch of {self.batch_tokens:,} tokens is not a whole number of sequences of "
                 f"{self.sequence:,}. The nearest that works is --batch-tokens {near}."

@@ -53,10 +53,10 @@ class Penalty:
         )
         if not all(isinstance(text, str) for text in texts) or not all(map(_is_number, figures)):
             raise UserError(f"A token penalty entry holds texts and numbers; this one is {self!r:.200}.")
-        if not (1.0 <= self.penalty < inf and 0 < self.batch_tokens < inf and 0 < self.parameters < inf):
+        if not (1.0 <= self.penalty < inf and 1 <= self.batch_tokens < inf and 1 <= self.parameters < inf):
             raise UserError(
                 f"A token penalty entry is out of range: penalty {self.penalty} (at least 1), batch_tokens "
-                f"{self.batch_tokens} and parameters {self.parameters} (above 0)."
+                f"{self.batch_tokens} and parameters {self.parameters} (at least 1)."
             )
         if not 0 < self.old <= 1:
             raise UserError(f"A token penalty entry is out of range: old {self.old} (above 0, at most 1).")

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, combinations
+from math import log
 from typing import Any, NamedTuple
 
 from slipstream.errors import UserError
@@ -57,13 +58,9 @@ def _fits(job: Job, price: Price | None) -> tuple[int, list[_Fitting]]:
     considered, fitting, unpriced = 0, [], False
     for shape in shapes(job):
         considered += 1
-        found = fitter.fit(shape, room)
+        found = _fit(job, fitter, shape, room)
         if found is not None:
-            cut, memory, times = found
-            if (
-                "delay_compensation" not in job.correction
-            ):  # it needs all of a group's gradients taken at one bank
-                shape = with_cutover(times, shape)
+            shape, cut, memory, times = found
             start = _start(job, fitter, shape, cut, times)
             tokens = price.at(shape.old, start is not None) if price and shape.asynchronous else 1.0
             if tokens is None:  # it cannot have the start, and nobody knows what delay costs without
@@ -79,6 +76,20 @@ def _fits(job: Job, price: Price | None) -> tuple[int, list[_Fitting]]:
         )
     fitting.sort(key=lambda entry: entry.seconds)
     return considered, fitting
+
+
+def _fit(
+    job: Job, fitter: Fitter, shape: Shape, room: float
+) -> tuple[Shape, Cut, tuple[StageMemory, ...], StageTimes] | None:
+    """The shape with its cutover, which depends on the times that its cut gives, and how it fits."""
+    found = fitter.fit(shape, room)
+    if found is None or fitter.all_old:
+        return found and (shape, *found)
+    late = with_cutover(found[2], shape, job.cluster.device.processor)
+    if late.old == 1 and fitter.usual_cutover(shape) < shape.microbatches:
+        # The master is whole where all is old (`pipeline/compact.py`), which takes more than the first look assumed.
+        found = fitter.fit(late, room)
+    return found and (late, *found)
 
 
 class _Fitting(NamedTuple):
@@ -203,7 +214,7 @@ def _law(job: Job) -> str:
     return ""
 
 
-def _nearest(job: Job, forced: dict[str, object]) -> str:
+def _nearest(job: Job, forced: dict[str, Any]) -> str:
     """Free the forced values, as few as will do, and name the layout closest to what was asked for."""
     for count in range(1, len(forced) + 1):
         found = []
@@ -213,12 +224,22 @@ def _nearest(job: Job, forced: dict[str, object]) -> str:
                 _, fitting = _fits(relaxed, _price_for(relaxed))
             except UserError:  # another schedule would need a token penalty that no one has measured
                 continue
-            found += fitting[:1]
+            found += fitting
         if found:
-            best = min(found, key=lambda entry: entry.seconds).shape
+            best = min(found, key=lambda entry: (_distance(entry.shape, forced), entry.seconds)).shape
             size = f" (--microbatch-size {best.microbatch_size * best.data_ranks})"
             return f"The nearest layout that works: {describe(best)}{size if 'microbatch_size' in forced else ''}."
     return nothing_works(_free(job, forced))
+
+
+def _distance(shape: Shape, forced: dict[str, Any]) -> float:
+    """How far a shape is from the numbers that were forced, by their ratios."""
+    has = {
+        "stages": shape.stages,
+        "microbatches": shape.microbatches,
+        "microbatch_size": shape.microbatch_size * shape.data_ranks,
+    }
+    return sum(abs(log(value / forced[name])) for name, value in has.items() if name in forced)
 
 
 def _free(job: Job, names: Iterable[str]) -> Job:

@@ -35,7 +35,7 @@ def show(plan: Plan, console: Console, model_name: str, top: int) -> None:
     size, active = parameters(job.config), active_parameters(job.config)
     device = job.cluster.device
     console.print(
-        f"[bold]{model_name}[/]: {si(size)} parameters, {si(active)} active, on {job.cluster.devices} "
+        f"[bold]{escape(model_name)}[/]: {si(size)} parameters, {si(active)} active, on {job.cluster.devices} "
         f"x {escape(device.name)} ({gib(device.room_bytes)} usable each); batch {si(job.batch_tokens)} tokens, "
         f"sequence {job.sequence}. {plan.fitting} of {plan.considered} layouts fit.\n",
         highlight=False,
@@ -62,7 +62,7 @@ def show(plan: Plan, console: Console, model_name: str, top: int) -> None:
             "(--toml FILE writes it):",
             highlight=False,
         )
-        console.print(Text(to_toml(plan, best_runnable, model_name) or ""))
+        console.print(Text(to_toml(plan, best_runnable, model_name) or ""), soft_wrap=True)  # to be copied
 
 
 def unrunnable(plan: Plan, place: int) -> str:
@@ -128,7 +128,16 @@ def _row(plan: Plan, layout: Layout) -> dict[str, str]:
 
 
 def days(seconds: float) -> str:
-    return f"{seconds / 86400:.1f} d" if seconds > 2 * 86400 else f"{seconds / 3600:.1f} h"
+    """Days, hours, minutes or seconds; years past counting in powers of ten."""
+    value, unit = next(
+        (
+            (seconds / size, unit)
+            for size, unit in ((86400, "d"), (3600, "h"), (60, "min"))
+            if seconds >= 2 * size
+        ),
+        (seconds, "s"),
+    )
+    return f"{value:.1f} {unit}" if value < 1e6 else f"{value:.1e} {unit}"
 
 
 def draw(layout: Layout, console: Console) -> None:

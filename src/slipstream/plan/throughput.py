@@ -17,11 +17,11 @@ from math import ceil, inf, log2
 
 from slipstream.models.cut import Layers
 from slipstream.plan.devices import FREE, Device, Runtime
-from slipstream.plan.memory import Precision
+from slipstream.plan.memory import NEWTON_SCHULZ, Precision
 from slipstream.plan.parts import Model, Part, stage_parts, stage_seconds
 from slipstream.schedule.actions import Schedule
 from slipstream.schedule.costs import Costs
-from slipstream.schedule.cutover import free_cutover
+from slipstream.schedule.cutover import default_cutover, free_cutover
 from slipstream.schedule.generate import GENERATORS, build
 from slipstream.schedule.simulate import simulate
 
@@ -52,6 +52,10 @@ def place(device: Device, stages: int, data_ranks: int, pipeline_inside: bool) -
         together = max(1, per_node // min(data_ranks, per_node))
     beside = max(1, per_node // together)  # data ranks of a stage in one node
     inside = [(link + 1) % together != 0 for link in range(stages - 1)]
+    if pipeline_inside and per_node % together and stages * data_ranks > per_node:
+        # Ranks are neighbours, pipeline after pipeline, so one that a node has no room for has a link between nodes,
+        # and the others wait for it at the update.
+        inside[-1] = False
     crosses = data_ranks > beside
     return Network(
         link_latency=tuple(device.intra_latency if near else device.inter_latency for near in inside),
@@ -154,7 +158,7 @@ def update_seconds(parts: Sequence[Part], device: Device, optimizer: str, shards
     if all(seconds is not None for seconds in measured):
         return sum(seconds for seconds in measured if seconds is not None) / shards
     traffic = UPDATE_BYTES.get(optimizer, UPDATE_BYTES["adamw"]) * sum(part.parameters for part in parts)
-    flops = sum(part.update_flops for part in parts) if "muon" in optimizer else 0.0
+    flops = sum(part.update_flops for part in parts) if optimizer in NEWTON_SCHULZ else 0.0
     return (traffic / device.memory_bandwidth + flops / (device.peak_flops * device.efficiency)) / shards
 
 
@@ -220,14 +224,15 @@ def _groups(shape: Shape) -> int:
     return 6 if shape.asynchronous else 2  # a barrier ends every synchronous group: all are alike
 
 
-def with_cutover(times: StageTimes, shape: Shape) -> Shape:
+def with_cutover(times: StageTimes, shape: Shape, on_host: bool = False) -> Shape:
     """The shape with the cutover that a run takes, or more where the other ranks are heard of later.
 
     The optimizer's own step takes a stage's time wherever it stands, so it asks for no pairs."""
     if not shape.asynchronous:
         return shape
     slack = max(2, ceil(costs(times, shape).update_latency / max(rank_pairs(times, shape))))
-    return replace(shape, cutover=free_cutover(shape.stages, shape.microbatches, shape.in_flight, slack))
+    free = free_cutover(shape.stages, shape.microbatches, shape.in_flight, slack)
+    return replace(shape, cutover=max(free, default_cutover(shape.stages, shape.microbatches, on_host)))
 
 
 def schedule_of(shape: Shape, microbatches: int, groups: int) -> Schedule:

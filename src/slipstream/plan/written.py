@@ -19,8 +19,10 @@ def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
         return None
     half = "bfloat16" if shape.asynchronous else "bfloat16_autocast"  # without banks weights stay in float32
     start = {layout.start.key: layout.start.share} if layout.start else {}
+    device = job.cluster.device
     chosen: dict[str, dict[str, Any]] = {
-        "model": {"preset": model_name} if model_name in PRESETS else _shape(job.config),
+        "model": job.model.values
+        or ({"preset": model_name} if model_name in PRESETS else _shape(job.config)),
         "data": {"sequence": job.sequence},
         "pipeline": {
             "schedule": RUNNABLE[shape.schedule],
@@ -41,12 +43,13 @@ def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
             "options.state_dtype": "bfloat16" if job.precision.momentum == 2 else None,
         },
         "train": {
+            "device": "cpu" if device.processor else None,
             "dtype": half if job.precision.bank == 2 else "float32",
             "gradient_dtype": "bfloat16" if job.precision.gradient == 2 else None,
             "activation_checkpointing": shape.checkpointing or None,
         },
     }
-    sections = []
+    sections = [f"# Another model than described: {line}" for line in job.model.differs.splitlines()]
     for section, values in chosen.items():
         lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
         sections.append("\n".join([f"[{section}]", *lines]))

@@ -15,6 +15,9 @@ from slipstream.schedule.timeline import Span
 PerStage = float | Sequence[float]
 
 
+MOST = 1e15  # of a cost: sums of larger ones overflow
+
+
 @dataclass(frozen=True)
 class Costs:
     """Seconds (or any unit) of each action: one number for all stages, or one per stage.
@@ -52,8 +55,8 @@ class Costs:
             numbers = value if isinstance(value, Sequence) else () if value is None else (value,)
             if any(isnan(number) or number < 0 for number in numbers):
                 raise UserError(f"The cost {field.name} must be 0 or more, not {value}.")
-            if field.name != "bandwidth" and inf in numbers:
-                raise UserError(f"The cost {field.name} must be finite, but it is {value}.")
+            if field.name != "bandwidth" and any(number > MOST for number in numbers):
+                raise UserError(f"The cost {field.name} must be at most {MOST:g}, but it is {value}.")
         if self.bandwidth == 0:
             raise UserError("The bandwidth must be above 0 bytes per second. Leave it out for no limit.")
 

@@ -25,7 +25,8 @@ FELT = 1.01  # an update that waiting at the cutover makes so many times as long
 def free_cutover(stages: int, microbatches: int, in_flight: int | None = None, slack: int = 1) -> int:
     """The least cutover at which no stage waits, c = w_0 + `slack`: with the least warm-up, and a pair of slack, P.
 
-    `slack` is the number of forward/backward pairs an update takes, from stage 0's last backward to the weights.
+    `slack` is the number of forward/backward pairs an update takes, from stage 0's last backward to the weights,
+    rounded up: one that took no time at all would do with none.
     """
     warm_up = (stages if in_flight is None else in_flight) - 1
     return min(microbatches, warm_up + slack)
