@@ -19,7 +19,10 @@ from tests.train.conftest import TINY, make_data
 
 import warm
 from slipstream.cli import main
+from slipstream.cli.train import parse
+from slipstream.config import resolve
 from slipstream.models.sizes import PRESETS, parameters
+from slipstream.train.closing import next_steps
 
 
 def run(*arguments: str, **options) -> subprocess.CompletedProcess:
@@ -115,6 +118,40 @@ def test_dry_run_shows_what_the_optimizer_will_have(capsys):
     told = capsys.readouterr()
     assert "adamw_capped has no option 'cpa'. Did you mean 'cap'?" in told.err
     assert told.out == ""
+
+
+def test_the_settings_in_a_runs_folder_are_of_that_run(tmp_path, monkeypatch, capsys):
+    """Also where the folder has been moved, or is looked at from elsewhere; unless another folder is named."""
+    run = tmp_path / "runs" / "a b"
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text('[run]\ndir = "runs/before"\n')
+    monkeypatch.chdir(tmp_path)
+    here = str(run / "config.toml")
+    assert parse([here]).run.dir == "runs/before", "no run began here"
+    (run / "lock").write_text("123")
+    assert parse([here]).run.dir == str(run)
+    assert parse([here, "run.dir=other"]).run.dir == "other"
+    assert parse(["runs/a b/config.toml"]).run.dir == "runs/a b"
+    (tmp_path / "runs" / "before").symlink_to(run)
+    assert parse([here]).run.dir == "runs/before", "the same folder"
+
+
+def test_what_to_do_next_can_be_pasted(tmp_path):
+    run = tmp_path / "a b"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "tokenizer.json").write_text("{}")
+    config = resolve(parse([f"run.dir={run}"]))
+    lines = next_steps(config).splitlines()
+    commands = [shlex.split(line[13:]) for line in lines if "slipstream " in line]
+    assert ["slipstream", "generate", str(run), "your prompt"] in commands
+    assert ["slipstream", "export", str(run), f"{run}-hf"] in commands
+    assert [
+        "slipstream",
+        "train",
+        str(run / "config.toml"),
+        f"train.steps={2 * config.train.steps}",
+    ] in commands
+    assert ["slipstream", "runs", str(tmp_path)] in commands
 
 
 def test_dry_run_prints_a_run_that_can_be_started(capsys, tmp_path):

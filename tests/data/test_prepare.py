@@ -12,10 +12,11 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.data import documents as documents_module
-from slipstream.data.documents import Reading, check_inputs, read_documents
-from slipstream.data.prepare import Recipe, prepare
+from slipstream.data.documents import Reading, check_inputs, find_files, read_documents
+from slipstream.data.prepare import Recipe, _scan, prepare
 from slipstream.data.shards import find_shards, open_shard
-from slipstream.data.tokenizer import SMALLEST_VOCAB, Tokenizer
+from slipstream.data.split import place_of
+from slipstream.data.tokenizer import SMALLEST_VOCAB, Tokenizer, without_long_words
 from slipstream.errors import DataError
 
 TEXTS = [f"Title {i}\nnaïve — text № {i}, again and again.\n  indented {'x' * i}" for i in range(40)]
@@ -115,6 +116,32 @@ def test_the_sample_for_the_tokenizer_is_bounded(tmp_path):
         patch.setattr(Tokenizer, "train", classmethod(spy))
         prepare(lambda: texts, tmp_path / "out", Recipe(vocab=257, sample_bytes=2000))
     assert 1000 < sum(map(len, seen)) <= 2000
+
+
+@pytest.mark.parametrize("fraction", [None, 0.1, 0.5])
+def test_the_sample_is_of_training_documents(tmp_path, fraction):
+    """Also where it is smaller than what is validated on; and as large as it was asked for."""
+    texts = [f"{i:04d} " * 50 for i in range(400)]
+    recipe = Recipe(vocab=257, sample_bytes=2500, valid_fraction=fraction)
+    scan = _scan(lambda: texts, None, recipe, lambda *_: None)
+    sampled = {split for text in scan.sample for split, _ in scan.split.parts(text, place_of(text))}
+    assert sampled == {"train"}
+    assert len(scan.sample) == 10
+
+
+def test_what_is_no_word_is_cut_before_a_tokenizer_learns_it():
+    for text in (
+        "ACGT" * 5000,
+        "7" * 9000 + " seven",
+        "a" + "-" * 20_000,
+        " " * 10_000 + "b",
+        "_" * 5000 + "字" * 9000,
+    ):
+        parts = list(without_long_words(text))
+        assert "".join(parts) == text
+        assert max(map(len, parts)) <= 4096 + 10
+    for text in ("", "plain words\n" * 4000, "字, " * 9000):
+        assert list(without_long_words(text)) == [text]
 
 
 def test_nothing_is_left_behind_by_a_failure(tmp_path):
@@ -324,6 +351,22 @@ def test_a_book_in_one_file_is_cut_near_its_end(tmp_path):
     assert 0.08 < len(tail) / len(head + tail) < 0.12
 
 
+def test_a_long_book_gives_no_more_of_itself_than_is_needed(tmp_path):
+    """128 KiB tell something, in one document as in many."""
+    lines = "".join(f"{i} this is a line of a long book\n" for i in range(100_000))
+    prepare(lambda: [lines], tmp_path / "out", Recipe(vocab=257))
+    (tail,) = decoded(tmp_path / "out", "valid")
+    assert 128 << 10 <= len(tail) < (128 << 10) + 100
+
+
+def test_a_line_end_far_away_does_not_make_the_end_long(tmp_path):
+    text = "word and more " * 3000 + "\n" + "other text it " * 3000
+    prepare(lambda: [text], tmp_path / "out", Recipe(vocab=257))
+    (tail,) = decoded(tmp_path / "out", "valid")
+    assert 0.09 < len(tail) / len(text) < 0.11
+    assert tail.startswith(("other", "text", "it"))
+
+
 @pytest.mark.parametrize("count", [2, 3, 10, 100])
 def test_a_small_text_sets_a_tenth_aside_whatever_its_documents(tmp_path, count):
     texts = [f"{i} " + "a few words more. " * (20_000 // count) for i in range(count)]
@@ -370,6 +413,24 @@ def test_a_folder_is_read_at_any_depth_and_the_next_command_is_printed(tmp_path,
         main(["data", "prepare", str(tmp_path / "pictures"), "--out", str(tmp_path / "no")])
     assert ended.value.code == 2
     assert "holds no text that can be read (it holds: .png)" in " ".join(capsys.readouterr().err.split())
+
+
+def test_linked_folders_are_read_once_and_written_through(tmp_path):
+    real, inside, out = tmp_path / "real", tmp_path / "in", tmp_path / "empty"
+    for folder in (real, inside, out):
+        folder.mkdir()
+    (real / "t.txt").write_text("linked")
+    (inside / "a.txt").write_text("plain")
+    (inside / "sub").symlink_to(real)
+    (inside / "again").symlink_to(inside)
+    (inside / ".hidden").symlink_to(real)
+    found, left_out = find_files([inside])
+    assert [path.name for path in found] == ["a.txt", "t.txt"]
+    assert left_out == []
+    (tmp_path / "link").symlink_to(out)
+    prepare(lambda: TEXTS, tmp_path / "link", Recipe(vocab=257))
+    assert (out / "meta.json").is_file()
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_little_validation_text_is_warned_of(tmp_path, capsys):

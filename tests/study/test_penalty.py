@@ -118,3 +118,5 @@ def test_net_gain_divides_by_the_penalty_and_charges_flushed_updates():
     assert flushed.value == pytest.approx(1 / (0.9 / speed.factor + 0.1 / speed.flushed))
     assert flushed.interval is None
     assert net_gain(speed, Estimate(1.0, None, 1), 1.0).value == pytest.approx(speed.flushed)
+    marks = [net_gain(speed, Estimate(1.0, None, 1, *marks), 0.0) for marks in ((True, False), (False, True))]
+    assert [(gain.extrapolated, gain.least) for gain in marks] == [(True, False), (False, False)]

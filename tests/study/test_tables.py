@@ -14,9 +14,11 @@ import pytest
 from slipstream.cli import main
 from slipstream.errors import UserError
 from slipstream.study.cells import all_cells, compared, roles_of
+from slipstream.study.only import matching
 from slipstream.study.page import write_tables
 from slipstream.study.parse import load_study
 from slipstream.study.results import Result, collect, read_export, thinned, write_export
+from slipstream.study.sweep import Point
 from slipstream.study.tables import (
     as_csv,
     compared_cells,
@@ -57,26 +59,28 @@ def make(tmp_path: Path, runs: str, losses: dict[str, float | None], table: str 
     for point in expansion.points:
         name = " ".join(point.labels.values())
         if name in losses:
-            loss, tokens = losses[name], point.config.train.steps * 1000.0
-            curve = (
-                [] if loss is None else [(t, loss + 0.5 * math.log(tokens / t)) for t in (tokens / 8, tokens)]
-            )
-            results[point.digest] = Result(
-                point.digest,
-                point.folder,
-                {
-                    "optim.sync_start": point.config.optim.sync_start,
-                    "pipeline.delay": point.config.pipeline.delay,
-                },
-                loss=loss,
-                failed="" if loss is not None else "the loss is not finite",
-                steps=point.config.train.steps,
-                tokens=tokens,
-                seconds=12.5,
-                validation=curve,
-                training=curve,
-            )
+            results[point.digest] = ended(point, losses[name])
     return study, expansion, results
+
+
+def ended(point: Point, loss: float | None) -> Result:
+    tokens = point.config.train.steps * 1000.0
+    curve = [] if loss is None else [(t, loss + 0.5 * math.log(tokens / t)) for t in (tokens / 8, tokens)]
+    return Result(
+        point.digest,
+        point.folder,
+        {
+            "optim.sync_start": point.config.optim.sync_start,
+            "pipeline.delay": point.config.pipeline.delay,
+        },
+        loss=loss,
+        failed="" if loss is not None else "the loss is not finite",
+        steps=point.config.train.steps,
+        tokens=tokens,
+        seconds=12.5,
+        validation=curve,
+        training=curve,
+    )
 
 
 PAIRED: dict[str, float | None] = {
@@ -229,9 +233,33 @@ def test_the_best_of_a_tuned_axis_is_chosen_on_common_seeds(tmp_path):
     (grid,) = grid_tables(cells, roles)
     assert grid.header == ["mode", "0.001", "0.002", "0.004"]
     assert grid.rows == [
-        ["sync", "2.6000 (2)", "3.0000 (1)", "failed"],
+        ["sync", "3.2000 (1)", "3.0000 (1)", "failed"],
         ["delay", "3.1000 (1)", "3.3000 (1)", ""],
     ]
+
+
+def test_a_run_that_two_groups_share_is_trained_once_and_stands_in_both(tmp_path):
+    """A synchronous start changes nothing of a synchronous run, which is the reference of either group."""
+    path = tmp_path / "s.toml"
+    path.write_text(
+        f"{STUDY}\n[axes.start.values]\nnone = {{}}\ntenth = {{ optim.sync_start = 0.1 }}\n"
+        "[axes.kind.values]\nsync = { pipeline.delay = 0, optim.sync_start = 0 }\nlate = {}\n"
+        '[runs]\nproduct = ["seed", "start", "kind"]\n[table]\nmode = "kind"\n'
+    )
+    study = load_study(path)
+    expansion = study.expand({})
+    assert (len(expansion.points), len(expansion.named)) == (9, 12)
+    assert {point.digest for point in expansion.points} == {point.digest for point in expansion.named}
+    results = {point.digest: ended(point, 3.0 + number / 10) for number, point in enumerate(expansion.points)}
+    cells, _ = compared_cells(study, expansion, results)
+    rows = {(dict(cell.group)["start"], cell.mode): cell for cell in cells}
+    assert len(rows) == 4
+    for start in ("none", "tenth"):
+        assert rows[start, "late"].gap is not None
+        assert rows[start, "late"].gap.n == 3
+    assert rows["none", "sync"].losses == rows["tenth", "sync"].losses
+    again = matching(expansion.named, "start=tenth*kind=sync", study.labels())
+    assert {point.digest for point in again} < {point.digest for point in expansion.points}
 
 
 def test_a_value_at_which_a_seed_failed_is_not_the_best(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import tokenizers
 import torch
 
 from slipstream.data.tokenizer import Tokenizer
@@ -121,6 +122,25 @@ def test_the_tokenizer_travels(tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs("the fox, naïve")["input_ids"] == tokenizer.encode("the fox, naïve")
     assert theirs.eos_token_id == tokenizer.end_of_document
+
+
+@pytest.mark.parametrize("end", ["</s>", "<eos>"])
+def test_a_tokenizer_of_ones_own_ends_documents_with_its_own_token(tmp_path, end):
+    """Another one would be added to it, beyond the embedding of the model."""
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", end])
+    inner.train_from_iterator(["the quick brown fox"] * 9, trainer)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    vocab = Tokenizer.load(tmp_path).vocab_size
+    config = ModelConfig(vocab=vocab, dim=16, layers=1, heads=2, kv_heads=1, ffn=16)
+    state = dict(build_model(config, 0).named_parameters())
+    export.export(state, config, tmp_path / "out", tokenizer=tmp_path / "tokenizer.json")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    described = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert len(theirs) == vocab
+    assert theirs.eos_token == end
+    assert theirs.eos_token_id == theirs.bos_token_id == described.eos_token_id == 1
 
 
 def test_what_cannot_be_exported_or_read_is_refused_by_name(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import typer
 
@@ -11,6 +12,7 @@ from slipstream.config.load import keys, nearest
 from slipstream.distributed import started_by_torchrun
 from slipstream.errors import UserError
 from slipstream.train.banner import facts
+from slipstream.train.claim import is_run
 from slipstream.train.cutovers import expected
 from slipstream.train.preflight import prepare
 from slipstream.train.start import start
@@ -59,7 +61,18 @@ def parse(arguments: list[str]) -> Config:
         raise UserError(
             f"'{files[0]}' is a key of a run, not a file. Write {files[0]}=VALUE, without spaces."
         )
-    return load(files[0] if files else None, overrides)
+    config = load(files[0] if files else None, overrides)
+    if not files or any(text.startswith("run.dir=") for text in overrides):
+        return config
+    # The settings in a run's folder are that run's, wherever the folder has been moved to or is looked at from.
+    path = Path(files[0])
+    if path.name == "config.toml" and is_run(path.parent) and not _same(Path(config.run.dir), path.parent):
+        return config.changed(run={"dir": str(path.parent)})
+    return config
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
 
 
 def _instead(option: str) -> str:

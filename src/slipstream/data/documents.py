@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import lzma
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -57,11 +58,7 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
         if not path.is_dir():
             found.append(path)
             continue
-        inside = sorted(
-            file
-            for file in path.rglob("*")
-            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        )
+        inside = sorted(_files_inside(path))
         known = [file for file in inside if _kind(file) in _PLAIN and file.stat().st_size]
         if not known:
             held = ", ".join(sorted({file.suffix or file.name for file in inside})) or "nothing"
@@ -71,6 +68,20 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
         found += known
         left_out += [file for file in inside if file not in known]
     return found, left_out
+
+
+def _files_inside(folder: Path) -> Iterator[Path]:
+    """Files that are not hidden, through links to folders as well, each folder once."""
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in names:
+            if not name.startswith(".") and (file := Path(place, name)).is_file():
+                yield file
 
 
 def check_inputs(paths: Sequence[Path], reading: Reading) -> None:

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,9 @@ def prepare(
     progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
     """Write `out` (train and valid shards, tokenizer.json, meta.json); returns what meta.json holds."""
+    out = (
+        out.resolve() if out.is_symlink() else out
+    )  # a folder is put in the place of a folder, not of a link to one
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} already exists. Choose another --out, or delete it first.")
     if recipe.valid_fraction is not None and not 0 <= recipe.valid_fraction < 1:
@@ -90,15 +94,16 @@ def prepare(
 
 
 def _scan(documents: Documents, valid: Documents | None, recipe: Recipe, progress: Progress) -> _Scan:
-    """Count, and keep training documents with the least hashes as the sample."""
+    """Count, and keep a sample of the training documents: where the least hashes are for validation, the greatest."""
     named = frozenset(map(place_of, valid() if valid is not None else ()))
     chooser, sampled = Chooser(recipe.valid_fraction), 0
-    heap: list[tuple[float, int, str]] = []  # the largest hash on top
+    heap: list[tuple[float, int, str]] = []  # on top what is given up first
+    sign = 1 if valid is None else -1
     wanted = recipe.sample_bytes if recipe.tokenizer is None else 0
     for text in documents():
         place, size = place_of(text), len(text.encode())
         if wanted and place not in named:
-            heapq.heappush(heap, (-place, chooser.count, text))
+            heapq.heappush(heap, (sign * place, chooser.count, text))
             sampled += len(text)
             while sampled > wanted and len(heap) > 1:
                 sampled -= len(heapq.heappop(heap)[2])
@@ -107,7 +112,7 @@ def _scan(documents: Documents, valid: Documents | None, recipe: Recipe, progres
     if chooser.count == 0:
         raise DataError("The input holds no text. Name files with at least one non-empty document.")
     split = chooser.split() if valid is None else None
-    kept = [(-negative, text) for negative, _, text in sorted(heap, reverse=True)]
+    kept = sorted(((sign * key, text) for key, _, text in heap), key=itemgetter(0))
     if split is not None:
         parts = [part for place, text in kept for part in split.parts(text, place)]
         # Where all that was drawn is for validation, a tokenizer that has seen it is better than none.

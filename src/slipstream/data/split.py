@@ -63,14 +63,15 @@ class Chooser:
     def split(self) -> Split:
         least = sorted((-negative, size) for negative, size in self._kept)
         if self.count == 1:
-            share = max(LEAST_SHARE, FRACTION) if self.fraction is None else self.fraction
-            if not share:
+            if self.fraction == 0:
                 raise DataError(
                     "The input is a single document and --valid-fraction 0 leaves nothing to validate on. "
                     "Set it above 0, or "
                     "name validation files with --valid."
                 )
-            return Split(-1.0, least[0][0], max(1, round(share * self.total)))
+            enough = max(FRACTION * self.total, min(ENOUGH_BYTES, LEAST_SHARE * self.total))
+            wanted = enough if self.fraction is None else self.fraction * self.total
+            return Split(-1.0, least[0][0], max(1, round(wanted)))
         if self.fraction is not None:
             return Split(max(least[0][0], self.fraction))
         needed, held, before = min(ENOUGH_BYTES, LEAST_SHARE * self.total), 0, -1.0
@@ -84,11 +85,13 @@ class Chooser:
 
 
 def cut_end(text: str, tail_bytes: int) -> tuple[str, str]:
-    """The text without its end, and its end: cut after a line, else after a word, else anywhere."""
+    """The text without its end, and its end: cut after a line, else after a word, else anywhere. An end twice as long
+    as was wanted is too long."""
     wanted = max(1, len(text) - max(1, round(len(text) * tail_bytes / max(1, len(text.encode())))))
+    earliest = max(wanted // 2, 2 * wanted - len(text))
     for mark in ("\n", " "):
         at = text.rfind(mark, 0, wanted) + 1
-        if at > wanted // 2:
+        if at > earliest:
             wanted = at
             break
     head, tail = text[:wanted], text[wanted:]

@@ -6,6 +6,7 @@ and the end mark) is therefore a plain byte tokenizer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -16,11 +17,23 @@ from slipstream.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 SMALLEST_VOCAB = 257
+_LONG = 4096  # characters
+_LONG_WORD = re.compile(
+    "(" + "|".join(kind + f"{{{_LONG}}}" for kind in (r"[^\W\d_]", r"\d", r"[^\w\s]", "_", r"\s")) + ")"
+)
+_LONG_GAP = re.compile(rf"\s{{{_LONG}}}")
 
 
 def check_vocab(vocab: int) -> None:
     if vocab < SMALLEST_VOCAB:
         raise DataError(f"A vocabulary of {vocab} cannot hold all bytes. Ask for {SMALLEST_VOCAB} or more.")
+
+
+def without_long_words(text: str) -> Iterable[str]:
+    """The text, cut inside what is no word to anyone (a genome, a line of dashes): to train a tokenizer on a word takes
+    the square of its length."""
+    ordinary = max(map(len, text.split()), default=0) < _LONG and _LONG_GAP.search(text) is None
+    return [text] if ordinary else filter(None, _LONG_WORD.split(text))
 
 
 class Tokenizer:
@@ -36,6 +49,7 @@ class Tokenizer:
         if not ids:
             raise DataError(f"The tokenizer has no end-of-document token: none of {', '.join(ends)}.")
         self.end_of_document = ids[0]
+        self.end_text = inner.id_to_token(ids[0])
 
     @property
     def vocab_size(self) -> int:
@@ -82,5 +96,5 @@ class Tokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=show_progress,
         )
-        inner.train_from_iterator(texts, trainer)
+        inner.train_from_iterator((part for text in texts for part in without_long_words(text)), trainer)
         return cls(inner)

@@ -21,7 +21,7 @@ from slipstream.study.only import matching
 from slipstream.study.pool import Pool, Worker
 from slipstream.study.results import FAILED_FILE, Result, collect, losses, read_folder, write_failure
 from slipstream.study.show import Show
-from slipstream.study.sweep import Expansion, Point, Study, settings
+from slipstream.study.sweep import Expansion, Point, Study, each_once, settings
 
 POLL_SECONDS = 1.0
 SET_UP_SECONDS = 2.0
@@ -97,7 +97,8 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show, also: Sequenc
     def asked(whole: Expansion) -> Expansion:
         if limits.only is None:
             return whole
-        return Expansion(tuple(matching(whole.points, limits.only, study.labels())), 0, whole.notes)
+        named = tuple(matching(whole.named, limits.only, study.labels()))
+        return Expansion(each_once(named), 0, whole.notes, named)
 
     if limits.retry:
         _forget_failures(asked(study.expand(losses(results))).points, results, out)

@@ -31,11 +31,13 @@ class Estimate:
     least: bool = False  # a lower bound of what is asked for
 
     def mapped(self, function: Callable[[float], float]) -> Estimate:
-        """A monotonic function of it, in place of the value and of both ends of the interval."""
-        if self.interval is None:
-            return Estimate(function(self.value), None, self.n)
-        low, high = sorted(map(function, self.interval))
-        return Estimate(function(self.value), (low, high), self.n)
+        """A monotonic function of it, in place of the value and of both ends of the interval. Whether it makes an upper
+        bound of a lower one the caller knows."""
+        around = None
+        if self.interval is not None:
+            low, high = sorted(map(function, self.interval))
+            around = low, high
+        return replace(self, value=function(self.value), interval=around, least=False)
 
 
 def standard_error(values: Sequence[float]) -> float | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -91,11 +91,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Expansion:
-    """The runs known so far, and how many wait for a choice of `tune`."""
+    """The runs known so far, each once, and how many wait for a choice of `tune`. `named`: the same by every name they
+    have, since a run that occurs twice belongs to both of its groups."""
 
     points: tuple[Point, ...]
     waiting: int
     notes: tuple[str, ...]
+    named: tuple[Point, ...]
 
 
 @dataclass(frozen=True)
@@ -117,16 +119,24 @@ class Study:
     def expand(self, losses: Losses) -> Expansion:
         """Every run that can be named, given what has ended; equal runs once, in the order of the file."""
         state = _Expansion(self.base, losses)
-        points: dict[str, Point] = {}
-        places: dict[frozenset[tuple[str, str]], str] = {}
+        named: dict[frozenset[tuple[str, str]], Point] = {}
         for combination in state.combinations(self.runs):
             point = state.point(combination)
-            points.setdefault(point.digest, point)
-            if places.setdefault(frozenset(point.labels.items()), point.digest) != point.digest:
+            if named.setdefault(frozenset(point.labels.items()), point).digest != point.digest:
                 raise UserError(
                     f"Two different runs are both called {point.name}. Give their values other names."
                 )
-        return Expansion(tuple(points.values()), state.waiting, tuple(dict.fromkeys(state.notes)))
+        return Expansion(
+            each_once(named.values()), state.waiting, tuple(dict.fromkeys(state.notes)), tuple(named.values())
+        )
+
+
+def each_once(points: Iterable[Point]) -> tuple[Point, ...]:
+    """Equal runs by their first name."""
+    found: dict[str, Point] = {}
+    for point in points:
+        found.setdefault(point.digest, point)
+    return tuple(found.values())
 
 
 class _Expansion:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from slipstream.metrics.report_page import Table
 from slipstream.study.cells import AxisRoles, Cell, Labels, all_cells, compared, roles_of
@@ -32,7 +33,7 @@ Compared = tuple[list[Cell], AxisRoles]
 def compared_cells(study: Study, expansion: Expansion, results: Mapping[str, Result]) -> Compared:
     """The rows of the loss table, and what the study calls its axes. A cheaper grid only chose values for them."""
     roles = roles_of(study)
-    cells = all_cells(expansion.points, results, roles)
+    cells = all_cells(expansion.named, results, roles)
     cheaper = [cell for cell in cells if cell.tuning]
     return with_lengths(compared([cell for cell in cells if not cell.tuning], roles), cheaper, roles), roles
 
@@ -40,7 +41,7 @@ def compared_cells(study: Study, expansion: Expansion, results: Mapping[str, Res
 def tables(study: Study, expansion: Expansion, results: Mapping[str, Result]) -> list[Table]:
     """Everything a study says, in the order a reader wants it."""
     rows, roles = compared_cells(study, expansion, results)
-    cells = all_cells(expansion.points, results, roles)
+    cells = all_cells(expansion.named, results, roles)
     cheaper = [cell for cell in cells if cell.tuning]
     found = [loss_table(rows, roles), *gain_table(rows, roles), *grid_tables(cheaper or cells, roles)]
     return [table for table in found if table.rows]
@@ -179,6 +180,8 @@ def gain_table(cells: Sequence[Cell], roles: AxisRoles) -> list[Table]:
         note += f" {NONE}: with so small a part of the update old, that pipeline would have to wait (it takes P of m)."
     if any(cell.fine_start for cell in paying):
         note += " A fine start is taken to cost no time, though smaller microbatches keep a device less busy."
+    if any("*" in text for row in body for text in row):
+        note += " *: of a penalty extrapolated beyond its curve."
     return [Table(header, body, title="Net gain (simulated)", note=note)]
 
 
@@ -195,19 +198,34 @@ def grid_tables(cells: Sequence[Cell], roles: AxisRoles) -> list[Table]:
     for position, axis in enumerate(roles.best):
         tried = [cell for cell in cells if len(cell.chosen) > position]
         values = sorted({cell.chosen[position][1]: 0 for cell in tried}, key=by_value)
-        rows: dict[tuple[str, ...], dict[str, str]] = {}
+        rows: dict[tuple[str, ...], dict[str, Cell]] = {}
         axes = _axes(cells)
         for cell in tried:
             labels = dict(cell.group)
             rest = tuple(label for other, label in cell.chosen if other != axis)
             place = (*(labels.get(name, NONE) for name in axes), cell.mode, *rest)
-            text = "failed" if cell.mean is None else f"{cell.mean:.4f} ({len(cell.results)})"
-            rows.setdefault(place, {})[cell.chosen[position][1]] = text
+            rows.setdefault(place, {})[cell.chosen[position][1]] = cell
         others = [other for other in roles.best if other != axis]
-        body = [[*place, *(row.get(value, "") for value in values)] for place, row in rows.items()]
-        note = "Mean validation loss (seeds)."
+        body = [[*place, *_on_seeds_of_all(row, values)] for place, row in rows.items()]
+        note = "Mean validation loss (seeds), over the seeds that all values of a row have, as they are compared."
         found.append(Table([*axes, roles.mode, *others, *values], body, title=f"By {axis}", note=note))
     return found
+
+
+def _on_seeds_of_all(row: Mapping[str, Cell], values: Iterable[str]) -> list[str]:
+    """The means of a row, by value: over other seeds one would seem better that is not."""
+    seeds = [set(cell.losses) for cell in row.values() if cell.losses]
+    common = set.intersection(*seeds) if seeds else set()
+
+    def text(cell: Cell | None) -> str:
+        if cell is None:
+            return ""
+        if cell.mean is None:
+            return "failed"
+        losses = [cell.losses[seed] for seed in common] or list(cell.losses.values())
+        return f"{fmean(losses):.4f} ({len(losses)})"
+
+    return [text(row.get(value)) for value in values]
 
 
 def runs_table(points: Sequence[Point], results: Mapping[str, Result]) -> Table:

@@ -98,12 +98,12 @@ def _run(tree: dict[str, Any]) -> Report:
         print(trace, flush=True)
         return Report(f"{type(error).__name__}: {error}", trace, broken=True)
     finally:
-        _clean(Path(tree["run"]["dir"]))
+        _clean(Path(tree["run"]["dir"]), keep=bool(tree["checkpoint"]["keep"]))
     return Report("", "", broken=False)
 
 
-def _clean(folder: Path) -> None:
-    """A study keeps numbers, not weights; a run that was interrupted keeps them to go on."""
+def _clean(folder: Path, keep: bool) -> None:
+    """A study keeps numbers, not weights, unless it asks for them; a run that was interrupted keeps them to go on."""
     import torch
 
     gc.collect()
@@ -112,8 +112,10 @@ def _clean(folder: Path) -> None:
         torch.cuda.reset_peak_memory_stats()
     from slipstream.metrics.events import read_run
 
+    if keep:
+        return
     (folder / "tokenizer.json").unlink(missing_ok=True)
-    kept = folder / "checkpoints"  # where the study asks for them, or an earlier version left them
+    kept = folder / "checkpoints"  # which an earlier version left
     if kept.exists() and read_run(folder).status == "finished":
         rmtree(kept, ignore_errors=True)
 

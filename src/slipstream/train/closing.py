@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 from slipstream.config import Config
 from slipstream.data.shards import open_shard
@@ -123,7 +124,7 @@ def say_finished(config: Config, step: int) -> None:
     show, folder = Show(step), Path(config.run.dir)
     show.note(
         f"This run is finished: {step} steps. To train on, set train.steps={2 * step} (say); to begin another, set "
-        f"another run.dir, or run.fork_from={folder}.",
+        f"another run.dir, or run.fork_from={quote(str(folder))}.",
         "bold",
     )
     show.note(next_steps(config))
@@ -132,13 +133,16 @@ def say_finished(config: Config, step: int) -> None:
 def next_steps(config: Config) -> str:
     """Where the report is, and what can be done with the run now."""
     folder = Path(config.run.dir)
+    here, settings, above, exported = map(
+        quote, map(str, (folder, folder / "config.toml", folder.parent, f"{folder}-hf"))
+    )
     saved, text = (folder / "checkpoints").exists(), (folder / TOKENIZER_FILE).exists()
     offers = {
         "open": ((folder / "report.html").exists(), f"{folder / 'report.html'}"),
-        "write": (saved and text and not config.own_model, f"slipstream generate {folder} 'your prompt'"),
-        "export": (saved, f"slipstream export {folder} {folder}-hf"),
-        "train on": (saved, f"slipstream train {folder}/config.toml train.steps={2 * config.train.steps}"),
-        "compare": (True, f"slipstream runs {folder.parent}"),
+        "write": (saved and text and not config.own_model, f"slipstream generate {here} 'your prompt'"),
+        "export": (saved, f"slipstream export {here} {exported}"),
+        "train on": (saved, f"slipstream train {settings} train.steps={2 * config.train.steps}"),
+        "compare": (True, f"slipstream runs {above}"),
         "own text": (config.data.path is None and config.data.module is None,
                      "slipstream data prepare YOUR_FOLDER --out shards"),
     }  # fmt: skip

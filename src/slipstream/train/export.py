@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slipstream.data.tokenizer import END_OF_DOCUMENT, Tokenizer
+from slipstream.data.tokenizer import Tokenizer
 from slipstream.errors import UserError
 from slipstream.models.sizes import ModelConfig
 from slipstream.models.stages import build_model
@@ -163,6 +163,7 @@ def write_transformers(
 @contextmanager
 def _folder(folder: Path) -> Iterator[Path]:
     """A draft of a new folder, which appears under its name whole or not at all."""
+    folder = folder.resolve() if folder.is_symlink() else folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} already exists. Choose another folder, or delete it first.")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -201,10 +202,11 @@ def _write_tokenizer(tokenizer: Path | None, folder: Path, sequence: int) -> Non
     if tokenizer is None:
         return
     shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    end = Tokenizer.load(tokenizer).end_text
     described = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": END_OF_DOCUMENT,
-        "eos_token": END_OF_DOCUMENT,
+        "bos_token": end,
+        "eos_token": end,
         "model_max_length": sequence,
         "clean_up_tokenization_spaces": False,
     }
