@@ -50,9 +50,11 @@ def test_a_run_with_a_model_from_a_folder_is_planned_for_that_model(tmp_path, fo
     run.write_text(f"[model]\n{key} = {json.dumps(str(folder))}\n")
     found, wanted = find_model(str(run)).config, find_model(str(folder)).config
     assert parameters(found) == parameters(wanted) > 5e8
-    layouts = json.loads(planned(capsys, "--model", str(run), "--json"))["layouts"]
+    layouts = json.loads(planned(capsys, "--model", str(run), "--stages", "4", "--json"))["layouts"]
     for text in filter(None, (layout["toml"] for layout in layouts)):
         assert tomllib.loads(text)["model"] == {key: str(folder)}
+    inside = [edge for layout in layouts for edge in layout["boundaries"] if edge != int(edge)]
+    assert bool(inside) == (key == "init_from"), "layers of transformers' own are not cut"
 
 
 def test_a_vocabulary_of_ones_own_counts(tmp_path, folder):

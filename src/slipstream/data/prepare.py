@@ -62,9 +62,8 @@ def prepare(
     progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
     """Write `out` (train and valid shards, tokenizer.json, meta.json); returns what meta.json holds."""
-    out = (
-        out.resolve() if out.is_symlink() else out
-    )  # a folder is put in the place of a folder, not of a link to one
+    if out.is_symlink():  # a folder takes the place of a folder, not of a link to one
+        out = out.resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} already exists. Choose another --out, or delete it first.")
     if recipe.valid_fraction is not None and not 0 <= recipe.valid_fraction < 1:

@@ -153,7 +153,7 @@ class Fitter:
     def cut(self, shape: Shape, most: Most | None = None, whole_layers: bool = False) -> Cut | None:
         """Balanced cost, with at most `most` on each stage."""
         by_layer = self._balanced(shape, most, whole_layers=True)
-        if whole_layers:
+        if whole_layers or self.job.model.whole_layers:
             return by_layer
         by_half = self._balanced(shape, most, whole_layers=False)
         if by_half is None or by_layer is None or shape.chunks == 1:

@@ -25,6 +25,11 @@ class ModelSettings:
     values: dict[str, Any] | None = None
     differs: str = ""
 
+    @property
+    def whole_layers(self) -> bool:
+        """Whether no stage can begin inside a layer, since layers are transformers' own."""
+        return "hf" in (self.values or {})
+
 
 @dataclass(frozen=True)
 class Job:

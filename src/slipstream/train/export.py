@@ -163,7 +163,8 @@ def write_transformers(
 @contextmanager
 def _folder(folder: Path) -> Iterator[Path]:
     """A draft of a new folder, which appears under its name whole or not at all."""
-    folder = folder.resolve() if folder.is_symlink() else folder
+    if folder.is_symlink():
+        folder = folder.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} already exists. Choose another folder, or delete it first.")
     folder.parent.mkdir(parents=True, exist_ok=True)
