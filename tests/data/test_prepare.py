@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import lzma
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from slipstream.cli import main
 from slipstream.data import documents as documents_module
 from slipstream.data.documents import Reading, check_inputs, find_files, read_documents
-from slipstream.data.prepare import Recipe, _scan, prepare
+from slipstream.data.prepare import Recipe, _heeding_signals, _scan, prepare
 from slipstream.data.shards import find_shards, open_shard
 from slipstream.data.split import place_of
 from slipstream.data.tokenizer import SMALLEST_VOCAB, Tokenizer, without_long_words
@@ -127,6 +129,38 @@ def test_the_sample_is_of_training_documents(tmp_path, fraction):
     sampled = {split for text in scan.sample for split, _ in scan.split.parts(text, place_of(text))}
     assert sampled == {"train"}
     assert len(scan.sample) == 10
+
+
+def test_what_heeds_no_signal_is_left_at_once():
+    """A call that is not Python's, such as the training of a tokenizer, ends before a handler runs."""
+    ended = []
+
+    def work():
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000)  # seconds
+        ended.append(True)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _heeding_signals(work)
+        assert not ended
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("error", [DataError("no"), TimeoutError("of its own")])
+def test_its_result_and_its_errors_are_told(error):
+    def fails():
+        raise error
+
+    assert _heeding_signals(lambda: 3) == 3
+    with pytest.raises(type(error), match=str(error)):
+        _heeding_signals(fails)
 
 
 def test_what_is_no_word_is_cut_before_a_tokenizer_learns_it():

@@ -13,7 +13,9 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -81,7 +83,8 @@ def prepare(
         scan = _scan(documents, valid, recipe, progress)
         if tokenizer is None:
             progress("training the tokenizer", 0, None)
-            tokenizer = Tokenizer.train(scan.sample, recipe.vocab or suitable_vocab(scan.bytes))
+            vocab = recipe.vocab or suitable_vocab(scan.bytes)
+            tokenizer = _heeding_signals(lambda: Tokenizer.train(scan.sample, vocab))
         meta = _write(documents, valid, scan, tokenizer, folder, recipe, progress)
         folder.chmod(0o755)
         os.replace(folder, out)  # atomic; onto an existing folder only if that is empty
@@ -90,6 +93,25 @@ def prepare(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return meta
+
+
+def _heeding_signals(work: Callable[[], Tokenizer]) -> Tokenizer:
+    """What takes minutes in one call that is not Python's, beside a main thread that can be interrupted meanwhile."""
+    done: Future[Tokenizer] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="slipstream-tokenizer", daemon=True).start()
+    while True:
+        try:
+            return done.result(timeout=0.2)
+        except TimeoutError:
+            if done.done():  # its own
+                raise
 
 
 def _scan(documents: Documents, valid: Documents | None, recipe: Recipe, progress: Progress) -> _Scan:
