@@ -134,6 +134,14 @@ def test_nothing_is_measured_for_a_job_that_cannot_be(capsys, monkeypatch):
     assert "not a whole number of sequences" in capsys.readouterr().err
 
 
+def test_a_device_that_nobody_knows_is_not_timed_first(capsys, monkeypatch):
+    monkeypatch.setattr("slipstream.cli.plan._profile", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("slipstream.cli.profile.device_title", lambda: "Abacus 9")
+    with pytest.raises(SystemExit):
+        main(["plan", "--profile", "--model", "llama-42m", "--batch-tokens", "256k", "--devices", "2"])
+    assert "'Abacus 9', which is no preset" in capsys.readouterr().err
+
+
 def test_a_batch_that_is_told_to_work_works():
     for tokens, devices in ((5000, 2), (100_000, 64), (3_000_000, 12), (8191, 1)):
         cluster = Cluster(find_device("h100"), devices)

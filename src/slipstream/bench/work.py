@@ -88,6 +88,8 @@ class Work:
     @property
     def old(self) -> int:
         """How many microbatches read the bank: what was given, or what a run takes."""
+        if self.cutover is None and build_correction(self.correction).corrects_gradient:
+            return self.microbatches
         usual = default_cutover(self.stages, self.microbatches, self.device == "cpu")
         return usual if self.cutover is None else self.cutover
 

@@ -110,6 +110,10 @@ def plan(
     if (
         profile or profile_file is not None
     ):  # once it is known that the rest makes a job: measuring takes its time
+        if profile and device is None:
+            from slipstream.cli.profile import device_title
+
+            device_called(device_title())  # a device that nobody knows is said before it is timed
         measured = _profile(config, sequence, optimizer, profile, profile_file)
         base = device_called(measured.device) if device is None else find_device(device)
         # A ping-pong on one machine cannot know the network, so what is given goes before it.

@@ -10,6 +10,13 @@ from slipstream.models.sizes import ModelConfig
 from slipstream.plan.profile import SIZES, Measured, Profile, link, ping_pong, time_stage, timing
 
 
+def device_title() -> str:
+    """What the device that would be timed is called."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu, one core"
+
+
 def measure_profile(config: ModelConfig, sequence: int, optimizer: str) -> Profile:
     """Time the parts of `config` on this machine's device, and the link between two of its processes."""
     import torch
@@ -55,15 +62,15 @@ def measure_profile(config: ModelConfig, sequence: int, optimizer: str) -> Profi
             seconds[size] = time_stage(stage, inputs, update, loss if name == "head" else None)
         timings[name] = timing(seconds)
     if device.type == "cuda":
-        memory, title = torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_name(0)
+        memory = torch.cuda.get_device_properties(0).total_memory
     else:
         pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-        memory, title = pages * size / (os.cpu_count() or 1), "cpu, one core"
+        memory = pages * size / (os.cpu_count() or 1)
     measured = Measured.of(config, sequence, optimizer)
     with RankPool(2) as pool:
         found = link(pool.run(ping_pong)[0])
         if device.type == "cuda":  # the host runs ahead of the device: what it does costs nothing
-            return Profile(measured, title, float(memory), timings, found)
+            return Profile(measured, device_title(), float(memory), timings, found)
         work = Work(batch=1, tokens=sequence, dim=config.dim)
         runtimes = [measure_runtime(pool, name, work, found) for name in (ENGINE, BASELINE)]
-    return Profile(measured, title, float(memory), timings, found, *runtimes)
+    return Profile(measured, device_title(), float(memory), timings, found, *runtimes)
