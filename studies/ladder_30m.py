@@ -1,10 +1,12 @@
-"""The rung of 30M in half an hour of one GPU: its whole runs share it, and short ones fill what is left.
+"""The rung of 30M in half an hour of one GPU: its whole runs share it in pairs, and short ones fill what is left.
 
-    python studies/ladder_30m.py TRAIN.txt VALID.txt OUT [--seconds 1640] [KEY=VALUE ...]
+    python studies/ladder_30m.py TRAIN.txt VALID.txt OUT [--seconds 1640] [--also FILE] [KEY=VALUE ...]
 
-Each run is a `slipstream study run` of its own, so that the slowest of them, the one in small microbatches, can go
-first on the GPU (by the priorities of CUDA's MPS). They land in OUT/runs/NAME, for `slipstream study export --results`.
-What still runs at the deadline is stopped.
+Two runs keep a GPU as busy as four, and end in half the time. Each is a `slipstream study run` of its own, so that the
+slower of a pair, the one in small microbatches, can go first on the GPU (by the priorities of CUDA's MPS). Whatever has
+ended is in OUT/ladder-30m.jsonl.gz from then on. What still runs at the deadline is stopped; another call, on another
+machine too, does the rest. There it takes that file as --also and the same OUT, since a run is known by its settings,
+and they name the tokens.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ import time
 from pathlib import Path
 
 STUDY = Path(__file__).with_name("ladder-30m.toml")
-WHOLE = {  # --only of each; the slowest first
-    "third": "length=whole*mode=ef 1/3",
+WHOLE = {  # --only of each; what says most by itself first
     "sync": "length=whole*mode=sync",
     "ef": "length=whole*mode=ef",
+    "third": "length=whole*mode=ef 1/3",
     "delay": "length=whole*mode=delay",
 }
 SHORT = {
@@ -30,7 +32,8 @@ SHORT = {
     "ef-8": "length=eighth*lr=0.008*mode=ef",
     "sync-8": "length=eighth*lr=0.008*mode=sync",
 }
-WORTH_A_START = 120  # seconds that a short run needs at least
+AT_ONCE = 2
+WHOLE_SECONDS, SHORT_SECONDS = 560, 120  # that a run needs at least
 GRACE = 20  # seconds to write down what is known
 TOLD_EVERY = 60
 
@@ -38,8 +41,8 @@ TOLD_EVERY = 60
 class Lease:
     """The machine, until a deadline."""
 
-    def __init__(self, out: Path, seconds: float, settings: list[str]) -> None:
-        self.out, self.settings = out.resolve(), settings
+    def __init__(self, out: Path, seconds: float, settings: list[str], also: list[Path]) -> None:
+        self.out, self.settings, self.also = out.resolve(), settings, also
         self._deadline = time.monotonic() + seconds
         self._runs: dict[str, subprocess.Popen[bytes]] = {}
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
@@ -48,11 +51,12 @@ class Lease:
     def left(self) -> float:
         return self._deadline - time.monotonic()
 
-    def call(self, *arguments: str) -> None:
-        subprocess.run([sys.executable, "-m", "slipstream", *arguments], check=True)
+    def call(self, *arguments: str, check: bool = True) -> None:
+        subprocess.run([sys.executable, "-m", "slipstream", *arguments], check=check)
 
     def start(self, name: str, only: str, priority: int) -> None:
         command = ["study", "run", str(STUDY), *self.settings, "--workers", "1", "--only", only]
+        command += [part for place in self.also for part in ("--also", str(place))]
         with (self.out / "logs" / name).open("wb") as log:
             self._runs[name] = subprocess.Popen(
                 [sys.executable, "-m", "slipstream", *command, "--out", str(self.out / "runs" / name)],
@@ -63,6 +67,12 @@ class Lease:
 
     def busy(self) -> list[str]:
         return [name for name, run in self._runs.items() if run.poll() is None]
+
+    def keep(self) -> None:
+        """Write down what has ended, in a file that is small enough to be sent for."""
+        places = [*self.also, *(self.out / "runs").glob("*")]
+        named = [part for place in places for part in ("--results", str(place))]
+        self.call("study", "export", str(STUDY), *self.settings, *named, "--out", str(self.out), check=False)
 
     def tell(self) -> None:
         print(f"{self.left:.0f} s left", flush=True)
@@ -98,6 +108,15 @@ def serve(out: Path) -> bool:
     return True
 
 
+def next_run(waiting: list[str], busy: list[str], left: float) -> str | None:
+    """The run to start now. Short ones come last, one at a time and beside one whole run at most: they hold up none."""
+    seconds = {name: WHOLE_SECONDS if name in WHOLE else SHORT_SECONDS for name in waiting}
+    name = next((name for name in waiting if seconds[name] <= left), None)
+    if name is None or len(busy) >= AT_ONCE or (name in SHORT and {*busy} & {*SHORT}):
+        return None
+    return name
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -107,33 +126,33 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--seconds", type=float, default=1640)
+    parser.add_argument("--also", type=Path, action="append", default=[], help="what need not be run again")
     asked = parser.parse_intermixed_args()
     tokens = asked.out.resolve() / "tokens"
-    lease = Lease(
-        asked.out, asked.seconds, [f"data.path={tokens}", "train.cuda_graphs=true", *asked.settings]
-    )
+    settings = [f"data.path={tokens}", "train.cuda_graphs=true", *asked.settings]
+    lease = Lease(asked.out, asked.seconds, settings, asked.also)
     served = serve(lease.out)
     if not tokens.exists():
         files = [asked.train, "--valid", asked.valid]
         lease.call("data", "prepare", *files, "--vocab", "8192", "--out", str(tokens))
     lease.call("study", "warm", str(STUDY), *lease.settings)
-    for name, only in WHOLE.items():
-        lease.start(name, only, priority=int(name != "third"))
-    waiting, told = list(SHORT.items()), lease.left
-    while lease.left > GRACE and (lease.busy() or (waiting and lease.left > WORTH_A_START)):
-        # One at a time, and beside one whole run at most: they fill what is left, and hold up nothing.
-        if (
-            waiting
-            and lease.left > WORTH_A_START
-            and len(lease.busy()) <= 1
-            and not {*lease.busy()} & {*SHORT}
-        ):
-            lease.start(*waiting.pop(0), priority=1)
+    all_runs = WHOLE | SHORT
+    waiting, busy, told = [*all_runs], [], lease.left
+    while lease.left > GRACE:
+        while name := next_run(waiting, lease.busy(), lease.left):
+            waiting.remove(name)
+            lease.start(name, all_runs[name], priority=int(name != "third"))
+        before, busy = busy, lease.busy()
+        if {*before} - {*busy}:
+            lease.keep()
+        if not busy and next_run(waiting, busy, lease.left) is None:
+            break
         if told - lease.left > TOLD_EVERY:
             told = lease.left
             lease.tell()
         time.sleep(1)
     lease.stop()
+    lease.keep()
     lease.tell()
     if served:
         subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", check=False)
