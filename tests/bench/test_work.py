@@ -59,8 +59,27 @@ def test_sleep_without_an_input_gradient_takes_the_whole_backward(slept: list[fl
         ({"kind": "nap"}, "--work compute or sleep"),
         ({"stages": 1}, "--stages to 2 or more"),
         ({"stages": 4, "microbatches": 2}, "--microbatches to 4 or more"),
+        (
+            {"stages": 2, "microbatches": 4, "correction": "delay_compensation", "cutover": 2},
+            "--cutover 2: --correction delay_compensation takes a gradient that is old throughout",
+        ),
     ],
 )
 def test_wrong_settings_say_what_to_change(options: dict, words: str) -> None:
     with pytest.raises(UserError, match=words):
         Work(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "old"),
+    [
+        ({"stages": 8}, 13),
+        ({"stages": 8, "device": "cuda"}, 9),
+        ({"stages": 4}, 5),
+        ({"stages": 8, "cutover": 4}, 4),
+        ({"stages": 8, "correction": "delay_compensation"}, 16),
+        ({"stages": 8, "correction": "delay_compensation", "cutover": 16}, 16),
+    ],
+)
+def test_as_many_are_old_as_in_a_run(options: dict, old: int) -> None:
+    assert Work("sleep", microbatches=16, **options).old == old

@@ -16,14 +16,14 @@ from slipstream import Schedule2BW, UserError, cloned_state
 M = 4
 
 
-def build(world, optimizer="adamw", tied=True, m=M, frozen=False, **options):
+def build(world, optimizer="adamw", tied=True, m=M, frozen=False, layers=tiny.LAYERS, **options):
     """A schedule over this rank's stage of the tiny model; `frozen`: the tied weights are not trained.
 
     All microbatches are old unless a test says otherwise: the default cutover is another trajectory at every depth.
     """
     options = {"cutover": m, **options}
-    first, last = tiny.cut(world.rank, world.size)
-    module = tiny.Model(first, last, tied=tied)
+    first, last = tiny.cut(world.rank, world.size, layers)
+    module = tiny.Model(first, last, tied=tied, layers=layers)
     for part in (module.embedding, module.head):
         if frozen and part is not None:
             part.requires_grad_(False)

@@ -9,6 +9,7 @@ from pipeline import reference, tiny
 from pipeline.cutover_jobs import GROUPS, ROWS, M, cases_at, length, muon, swings
 from pipeline.test_runtime import assert_same, join
 from slipstream import Emulator, StageError, UserError, merge_states
+from slipstream.distributed import RankPool
 from slipstream.schedule.actions import Kind
 from slipstream.schedule.generate import build
 
@@ -36,6 +37,17 @@ def test_every_depth_is_bit_identical(pool, stages):
     ranks = pool.run("pipeline.cutover_jobs:many", cases, ranks=stages, timeout=300)
     for index, case in enumerate(cases):
         assert_same(join([rank[index] for rank in ranks]), emulate(groups=length(case), **case))
+
+
+def test_five_stages_on_processors_have_seven_old_unless_told():
+    """2P - 3, where four stages and fewer have P + 1, which is as much."""
+    m, groups, layers = ROWS, 3, 5
+    options = {"m": m, "cutover": None, "optimizer": tiny.adamw, "layers": layers}
+    with RankPool(5) as ranks:
+        found = join(ranks.run("pipeline.cutover_jobs:one", range(groups), **options))
+    made = Emulator(tiny.Model(tied=True, layers=layers), m, tiny.loss_fn, tiny.adamw, cutover=7)
+    losses = [loss.item() for g in range(groups) for loss in made.step(*tiny.batch(g, rows=ROWS))]
+    assert_same(found, (losses, {n: p.detach() for n, p in made.master.named_parameters()}))
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,13 @@ def test_a_stage_without_matrices_or_without_anything_else_is_saved_and_loaded(m
 )
 def test_as_many_copies_are_made_as_the_engine_asks_for(correction, cutover):
     settings = Settings(correction=correction, cutover=cutover)
-    old = settings.old_part(2, 8)
+    old = settings.old_part(2, 8, on_host=False)
     versions = Versions(
         torch.nn.Linear(2, 2), Cutover(8, old, never), looks_ahead=settings.made().looks_ahead
     )
-    assert settings.replicas(2, 8) == len(versions.replicas)
+    assert settings.replicas(2, 8, on_host=False) == len(versions.replicas)
+
+
+def test_processors_have_as_many_old_as_the_engine_there():
+    settings = Settings()
+    assert [settings.old_part(8, 24, on_host) for on_host in (False, True)] == [9, 13]

@@ -115,12 +115,17 @@ def test_many_microbatches_are_not_simulated_to_say_it(tmp_path, monkeypatch):
         assert longer in note
 
 
-@pytest.mark.parametrize(("device", "torch_has_no_gpu", "cutover"), [
-    ("cpu", False, 13), ("cuda", True, 9), ("auto", True, 13), ("auto", False, 9)
+@pytest.mark.parametrize(("device", "torch_has_no_gpu", "shown", "cutover"), [
+    ("cpu", False, "nvidia0", 13), ("cuda", True, "null", 9), ("auto", True, "nvidia0", 13),
+    ("auto", False, "nvidia0", 9), ("auto", False, "nvidia-caps", 13),
 ])  # fmt: skip
-def test_processors_take_a_larger_cutover(tmp_path, monkeypatch, device, torch_has_no_gpu, cutover):
+def test_processors_take_a_larger_cutover(tmp_path, monkeypatch, device, torch_has_no_gpu, shown, cutover):
     """From five stages on, where it hides what their messages take. It is the run's, wherever that goes on."""
     monkeypatch.setattr(preflight, "cpu_only", lambda: torch_has_no_gpu)
+    monkeypatch.setattr(preflight, "DEV", tmp_path / "dev")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / shown).touch()
     many = ["pipeline.stages=8", "model.layers=8", "pipeline.microbatches=16"]
     made = with_cutover(config(tmp_path, *many, f"train.device={device}"), None)
     assert made.pipeline.cutover == cutover
@@ -128,6 +133,9 @@ def test_processors_take_a_larger_cutover(tmp_path, monkeypatch, device, torch_h
         again = with_cutover(config(tmp_path, *many, f"train.device={other}"), made)
         assert again.pipeline.cutover == cutover
         assert waits(again, None) == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    made = with_cutover(config(tmp_path, *many, f"train.device={device}"), None)
+    assert made.pipeline.cutover == (9 if device == "cuda" else 13)
 
 
 def test_it_is_said_once(tmp_path):

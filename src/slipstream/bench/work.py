@@ -83,7 +83,14 @@ class Work:
             raise UserError(
                 f"--cutover {self.cutover}: of {self.microbatches} microbatches none to all can be old."
             )
-        build_correction(self.correction)
+        if build_correction(self.correction).corrects_gradient and self.cutover not in (
+            None,
+            self.microbatches,
+        ):
+            raise UserError(
+                f"--cutover {self.cutover}: --correction {self.correction} takes a gradient that is old throughout. "
+                "Drop one of them."
+            )
 
     @property
     def old(self) -> int:

@@ -99,8 +99,9 @@ def schedule(
         usual = default_cutover(stages, microbatches)
         on_host = default_cutover(stages, microbatches, on_host=True)
         console.print(
-            f"Where links take no time and an update no more than a microbatch, no stage waits from a cutover of "
-            f"{free} on; a run takes {usual}" + (f", on processors {on_host}." if on_host != usual else "."),
+            "Where links take no time, and new weights are there within a microbatch of stage 0's last, no stage waits "
+            f"from a cutover of {free} on at the latest; a run takes {usual}"
+            + (f", on processors {on_host}." if on_host != usual else "."),
             style="dim",
         )
     for path in (plot_file, csv_file, trace_file):

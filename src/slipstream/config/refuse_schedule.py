@@ -131,7 +131,7 @@ def _fine_start(config: Config) -> Iterator[str]:
             "pipeline.schedule=2bw."
         )
     elif pipeline.cutover is None and pipeline.schedule == "emulate":
-        yield f"{start} changes nothing where all of an update is old. Set pipeline.cutover to stages + 1, say."
+        yield f"{start} changes nothing where all of an update is old. Set pipeline.cutover."
     elif pipeline.cutover is not None and pipeline.cutover in (0, fine):
         yield f"{start} changes nothing with pipeline.cutover = {pipeline.cutover} of {fine}. Drop one of them."
     length, flushed = updates(pipeline.fine_start, steps), config.optim.sync_start

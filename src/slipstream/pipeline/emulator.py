@@ -45,8 +45,8 @@ class Emulator(Engine):
     """Trains `module` (or the chain of `stages`) as an asynchronous pipeline would, in one process.
 
     Arguments that `Schedule2BW` has too mean the same, but for `cutover=None`: all is old here, since nothing says how
-    many stages there would be. With that engine's cutover (by default one more than its stages, `default_cutover`) both
-    follow one trajectory, to the last bit on a CPU in float32.
+    many stages there would be. With the cutover that the engine has (`schedule.cutover(group)`) both follow one
+    trajectory, to the last bit on a CPU in float32.
     """
 
     def __init__(

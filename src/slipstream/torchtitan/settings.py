@@ -29,8 +29,8 @@ class Settings:
     """What is done about the delay: error_feedback, none, or another name of slipstream.optim.CORRECTIONS."""
 
     cutover: int | None = None
-    """Microbatches of a step that read the weights of one update ago; the others read the newest. None: as many as
-    there are stages. 0: synchronous. All of them: PipeDream-2BW."""
+    """Microbatches of a step that read the weights of one update ago; the others read the newest. None: one more than
+    there are stages, P + 1, and on processors 2P - 3 if that is more. 0: synchronous. All of them: PipeDream-2BW."""
 
     synchronous: int = 0
     """Flush the first steps, this many."""
@@ -57,16 +57,16 @@ class Settings:
                 "one (muon), or set torchtitan's optimizer.param_groups."
             )
 
-    def old_part(self, stages: int, microbatches: int) -> int:
+    def old_part(self, stages: int, microbatches: int, on_host: bool) -> int:
         """The cutover of every step, as a number."""
         if self.cutover is not None:
             return self.cutover
         whole = self.made().corrects_gradient  # such a correction takes a gradient that is old throughout
-        return microbatches if whole else default_cutover(stages, microbatches)
+        return microbatches if whole else default_cutover(stages, microbatches, on_host)
 
-    def replicas(self, stages: int, microbatches: int) -> int:
+    def replicas(self, stages: int, microbatches: int, on_host: bool) -> int:
         """How many copies of a stage the engine asks for beside the master; it refuses any other number."""
-        cutover = Cutover(microbatches, self.old_part(stages, microbatches), lambda group: False)
+        cutover = Cutover(microbatches, self.old_part(stages, microbatches, on_host), lambda group: False)
         return 3 if cutover.mixed and self.made().looks_ahead else 2
 
     def made(self) -> Correction:

@@ -75,15 +75,19 @@ class Trainer2BW(Trainer):
         """m: of a step, on this rank."""
         return self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
 
+    @property
+    def _on_host(self) -> bool:
+        return self.device.type == "cpu"
+
     def _cut(self, cut: Any, model: nn.Module, *, parallelize_fn: Any, **how: Any) -> Any:
         """torchtitan's own cut, with copies. Its schedule is dropped for the engine, which has to wait for weights."""
-        count = self.config.slipstream.replicas(self.parallel_dims.pp, self.microbatches)
+        count = self.config.slipstream.replicas(self.parallel_dims.pp, self.microbatches, self._on_host)
         self._copies = Copies(parallelize_fn, count)
         return cut(model, parallelize_fn=self._copies, **how)
 
     def _built(self, settings: Settings) -> Schedule2BW:
         master, dims = self.model_parts[0], self.parallel_dims
-        cutover = settings.old_part(dims.pp, self.microbatches)
+        cutover = settings.old_part(dims.pp, self.microbatches, self._on_host)
         logger.info(f"slipstream: {self.microbatches} microbatches, of which {cutover} read the bank")
         return Schedule2BW(
             stage_of(master, dims, self.device),

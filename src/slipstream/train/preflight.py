@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +22,9 @@ from slipstream.models.config_json import read_config, read_described, require_t
 from slipstream.train import url
 from slipstream.train.claim import is_run, newest_of, refuse_foreign
 from slipstream.train.sources import data_folder, datasets
+
+DEV = Path("/dev")
+GPU_FILES = ("nvidia[0-9]*", "nvhost-gpu", "nvgpu", "dxg", "kfd")  # data centre, Jetson, Windows' Linux, AMD
 
 
 def prepare(config: Config, *, world: int | None = None) -> Config:
@@ -119,7 +124,15 @@ def torch_release() -> tuple[int, int]:
 
 def on_processors(config: Config) -> bool:
     """Whether its ranks work on processors, as far as that can be told without torch."""
-    return config.train.device == "cpu" or (config.train.device == "auto" and cpu_only())
+    return config.train.device == "cpu" or (config.train.device == "auto" and (cpu_only() or not gpu_here()))
+
+
+def gpu_here() -> bool:
+    """Whether a driver shows a GPU that is not hidden from us. A torch built for GPUs may be anywhere."""
+    hidden = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"} & {*os.environ}
+    if any(os.environ[name].strip() in ("", "-1") for name in hidden):
+        return False
+    return sys.platform != "linux" or any(any(DEV.glob(pattern)) for pattern in GPU_FILES)
 
 
 def cpu_only() -> bool:
