@@ -26,6 +26,20 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError("brackets are nested too deeply") from None
 
 
+def toml_value(value: Any) -> str:
+    """As TOML writes it, which has no null."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    if isinstance(value, dict):
+        pairs = (f"{json.dumps(key, ensure_ascii=False)} = {toml_value(item)}" for key, item in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    return repr(value)
+
+
 def si(value: float | None) -> str:
     """1234567 -> '1.23M'."""
     if value is None:

@@ -111,7 +111,7 @@ def test_a_placement_that_train_does_not_make_is_marked_and_has_no_toml(capsys):
         ),
         (["--jitter", "-1"], "--jitter"),
         (["--latency", "-5"], "--latency"),
-        (["--toml", "/nowhere/run.toml"], "cannot be written"),
+        (["--toml", "/proc/nowhere/run.toml"], "cannot be written"),
     ],
 )
 def test_a_value_out_of_range_is_named(capsys, options, words):

@@ -14,12 +14,14 @@ from slipstream.plan import planner
 from slipstream.plan.devices import Cluster, Runtime, find_device
 from slipstream.plan.explain import explain, paying_batches
 from slipstream.plan.layout import Job
+from slipstream.plan.memory import BF16, FP32
 from slipstream.plan.penalty import Penalty, find_penalty, load_penalties, penalty_at
 from slipstream.plan.planner import plan
 from slipstream.plan.price import Price, find_price
 from slipstream.plan.start import split
 from slipstream.plan.throughput import simulated
 from slipstream.plan.written import to_json, to_toml
+from slipstream.train.cutovers import expected
 
 PLAIN = "error_feedback"
 SYNC, FINE = f"{PLAIN}+sync_start", f"{PLAIN}+fine_start"
@@ -92,6 +94,22 @@ def test_a_fine_start_has_four_times_as_many_microbatches_and_a_run_does_it(plan
     assert told["penalty"]["start"]["correction"] == FINE
     assert told["penalty"]["start"]["leaves"] == found.price.left() < 1
     json.dumps(told)
+
+
+@pytest.mark.parametrize(("device", "old"), [("h100", 9), ("cpu", 13)])
+def test_a_fine_start_has_as_many_old_as_a_run_of_the_same_layout(device, old, tmp_path):
+    """Of eight microbatches all are old, of 32 only those that have to be: one cutover for both."""
+    on = find_device(device, memory_bytes=64e9)
+    precision = FP32 if on.processor else BF16
+    shape = {"schedule": "2bw", "microbatches": 8, "microbatch_size": 4}
+    found = plan(job(FINE, 2**15, device=on, precision=precision, **shape))
+    (layout,) = late(found)
+    assert (layout.shape.cutover, layout.start.shape.cutover, layout.start.shape.microbatches) == (8, old, 32)
+    path = tmp_path / "run.toml"
+    path.write_text(to_toml(found, layout, "smollm2-360m"))
+    usual = ["pipeline.cutover=", *([] if on.processor else ["train.device=cuda"])]
+    assert resolve(load(path)).pipeline.cutover == old
+    assert expected(resolve(load(path, usual))).pipeline.cutover == old
 
 
 def test_the_ranking_before_the_simulator_counts_the_start(monkeypatch):

@@ -19,6 +19,7 @@ from slipstream.plan.explain import parse_count
 from slipstream.plan.layout import Job, ModelSettings, Plan, why_not
 from slipstream.plan.memory import BF16, FP32, NARROW, Precision
 from slipstream.plan.penalty import load_penalties
+from slipstream.plan.planner import check
 from slipstream.plan.planner import plan as search
 from slipstream.plan.profile import Measured, Profile
 from slipstream.plan.show import show
@@ -27,7 +28,10 @@ from slipstream.plan.written import to_json, to_toml
 
 def plan(
     model: Annotated[
-        str, typer.Option(help="A preset, a Hugging Face folder or config.json, or the .toml of a run.")
+        str,
+        typer.Option(
+            help="A preset, a Hugging Face folder or config.json, or the .toml of a run (its model)."
+        ),
     ] = "moe-10b",
     devices: Annotated[int, typer.Option(help="How many devices.")] = 64,
     device: Annotated[
@@ -90,7 +94,13 @@ def plan(
         "inter_bandwidth": None if bandwidth is None else bandwidth * 1e9,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    chosen = replace(find_device(device or "h100"), **given)
+    if profile and device is None:
+        from slipstream.cli.profile import device_title
+
+        base = device_called(device_title())
+    else:
+        base = find_device(device or "h100")
+    chosen = replace(base, **given)
     job = Job(
         config=config,
         cluster=Cluster(chosen, devices, jitter),
@@ -107,13 +117,12 @@ def plan(
         penalties=load_penalties(penalty),
         model=settings or ModelSettings(),
     )
-    if (
-        profile or profile_file is not None
-    ):  # once it is known that the rest makes a job: measuring takes its time
-        if profile and device is None:
-            from slipstream.cli.profile import device_title
+    if profile or profile_file is not None:
+        if profile:  # measuring takes its time, so what no figure changes is refused before
+            from slipstream.bench.checks import make_room
 
-            device_called(device_title())  # a device that nobody knows is said before it is timed
+            check(job)
+            make_room(toml)
         measured = _profile(config, sequence, optimizer, profile, profile_file)
         base = device_called(measured.device) if device is None else find_device(device)
         # A ping-pong on one machine cannot know the network, so what is given goes before it.
@@ -128,6 +137,7 @@ def plan(
         if text is None:
             raise UserError(_none_runs(result))
         try:
+            toml.parent.mkdir(parents=True, exist_ok=True)
             toml.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UserError(f"{toml} cannot be written: {error.strerror}.") from None
@@ -141,8 +151,10 @@ def _precision(float32: bool, narrow: bool, optimizer: str, device: Device) -> P
     if not narrow:
         return FP32 if float32 or device.processor else BF16  # a run on processors is in float32
     if float32 or optimizer != "muon" or device.processor:
+        given = ["--float32"] * float32 + [f"--optimizer {optimizer}"] * (optimizer != "muon")
+        given += [f"--device {device.name}"] * device.processor
         raise UserError(
-            "--narrow is for Muon with banks in bf16, on GPUs. Drop it, or drop --float32 and --optimizer."
+            f"--narrow is for Muon with banks in bf16, on GPUs. Drop it, or drop {' and '.join(given)}."
         )
     return NARROW
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from slipstream.config import load
-from slipstream.config.resolve import model_config
+from slipstream.config import Config, load
+from slipstream.config.resolve import model_config, resolve
 from slipstream.errors import UserError, did_you_mean
-from slipstream.models.config_json import read_config
+from slipstream.formats import toml_value
+from slipstream.models.config_json import differences, read_config
 from slipstream.models.sizes import PRESETS, ModelConfig
 from slipstream.plan.layout import ModelSettings
-from slipstream.train.preflight import adopt_shape
+from slipstream.train.preflight import adopt_shape, adopt_vocabulary
 
 
 class Found(NamedTuple):
@@ -29,11 +30,7 @@ def find_model(name: str) -> Found:
         return _of_run(path)
     if path.exists() or path.suffix == ".json" or "/" in name:
         config = read_config(path, to_run=False)
-        try:
-            read_config(path)
-        except UserError as error:
-            return Found(config, ModelSettings(differs=str(error)))
-        return Found(config)
+        return Found(config, ModelSettings(differs=_differs(path)))
     raise UserError(
         f"There is no model preset '{name}'.{did_you_mean(name, PRESETS)} Presets: {', '.join(PRESETS)}; or name a "
         "Hugging Face folder, a config.json, or the .toml of a run."
@@ -43,13 +40,30 @@ def find_model(name: str) -> Found:
 def _of_run(path: Path) -> Found:
     config = load(path)
     model = config.model
-    if model.module is not None:
+    if model.module is not None and model.hf is None:
         raise UserError(
             f"{path}: model.module = '{model.module}' is code, which does not say its shape. Plan for a model of the "
             "same size: a preset, or a run with model.dim, model.layers and so on."
         )
-    settings = ModelSettings(model.model_dump(exclude_unset=True, exclude_none=True))
+    adopted = adopt_vocabulary(adopt_shape(config)).model
+    alone = Config().changed(pipeline={"stages": 1}, optim={"name": "adamw"})
+    resolve(alone.model_copy(update={"model": adopted}))  # what a run could not train is refused
+    values = model.model_dump(exclude_unset=True, exclude_none=True)
+    if config.data.path is not None and model.init_from is None:
+        values["vocab"] = adopted.vocab  # of data that the run which is written does not name
+    settings = ModelSettings(values)
     if model.hf is None:
-        return Found(model_config(adopt_shape(config).model), settings)
-    found = read_config(Path(model.hf), to_run=False)
-    return Found(found if model.vocab is None else replace(found, vocab=model.vocab), settings)
+        return Found(model_config(adopted), settings)
+    assert adopted.vocab is not None
+    return Found(replace(read_config(Path(model.hf), to_run=False), vocab=adopted.vocab), settings)
+
+
+def _differs(path: Path) -> str:
+    """What is to be known of a model that is only planned for; nothing where ours is the one described."""
+    names = differences(path)
+    if not names:
+        return ""
+    return (
+        f"A model of slipstream's in the same shape; '{path}' describes another one ({', '.join(names)}).\n"
+        f"To plan for that one, and train it: --model FILE.toml, with model.hf = {toml_value(str(path))} in it."
+    )

@@ -5,7 +5,6 @@ Invariant: `load(write(config)) == config`: the file in a run folder can start t
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from slipstream.config.settings import Config, Reach
+from slipstream.formats import toml_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Change:
     asked: Any
 
     def __str__(self) -> str:
-        had = "none" if self.stored is None else _toml(self.stored)
-        now = "and now it is not set" if self.asked is None else f"asked for {_toml(self.asked)}"
+        had = "none" if self.stored is None else toml_value(self.stored)
+        now = "and now it is not set" if self.asked is None else f"asked for {toml_value(self.asked)}"
         return f"{self.name}: the run has {had}, {now}"
 
 
@@ -72,7 +72,9 @@ def to_toml(config: Config) -> str:
         lines.append(f"[{section}]")
         for name, value in values.items():
             comment = f"  # {meanings[f'{section}.{name}']}"
-            lines.append(f"# {name} ={comment}" if value is None else f"{name} = {_toml(value)}{comment}")
+            lines.append(
+                f"# {name} ={comment}" if value is None else f"{name} = {toml_value(value)}{comment}"
+            )
         lines.append("")
     return "\n".join(lines)
 
@@ -93,19 +95,6 @@ def flat(config: Config) -> dict[str, Any]:
         for section, values in config.model_dump().items()
         for name, value in values.items()
     }
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    if isinstance(value, dict):
-        pairs = (f"{json.dumps(key, ensure_ascii=False)} = {_toml(item)}" for key, item in value.items())
-        return "{" + ", ".join(pairs) + "}"
-    return repr(value)
 
 
 def _type_name(annotation: Any) -> str:

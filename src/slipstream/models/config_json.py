@@ -10,6 +10,9 @@ from slipstream.errors import UserError, install
 from slipstream.formats import parse_json
 from slipstream.models.sizes import ModelConfig
 
+TRAINED = ("LlamaForCausalLM", "MixtralForCausalLM", "Qwen3ForCausalLM")
+PLANNED = (*TRAINED, "Qwen3MoeForCausalLM")
+
 
 def read_config(folder: Path, *, to_run: bool = True) -> ModelConfig:
     """The shape of the model in a Hugging Face folder (or of its config.json alone).
@@ -64,21 +67,39 @@ def _unreadable(folder: Path, why: object) -> UserError:
     return UserError(f"{_file(folder)} cannot be read: {why}. Copy it anew from where the model came from.")
 
 
-def _read_config(folder: Path, raw: dict[str, Any], to_run: bool) -> ModelConfig:
-    kind = (raw.get("architectures") or ["none"])[0]
-    known = ("LlamaForCausalLM", "MixtralForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-    if kind not in (known[:3] if to_run else known):
-        raise UserError(f"{folder} holds a {kind}; only Llama, Mixtral and Qwen3 models can be read.")
+def differences(folder: Path) -> list[str]:
+    """The settings of a model that is only planned for in which a model of ours would be another one."""
+    raw = read_json(folder)
+    kind = _kind(raw)
+    return ([] if kind in TRAINED else [kind]) + _uncomputed(raw)
+
+
+def _kind(raw: dict[str, Any]) -> str:
+    return (raw.get("architectures") or ["none"])[0]
+
+
+def _uncomputed(raw: dict[str, Any]) -> list[str]:
+    """Settings that models of ours do not have."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
-    refused = {
+    found = {
         "rope_type": rope.get("rope_type", "default") != "default",
         "attention_bias": bool(raw.get("attention_bias")),
         "mlp_bias": bool(raw.get("mlp_bias")),
         "hidden_act": raw.get("hidden_act", "silu") != "silu",
         "sliding_window": bool(raw.get("sliding_window")) and raw.get("use_sliding_window", True),
     }
-    if to_run and (bad := [name for name, wrong in refused.items() if wrong]):
+    return [name for name, has in found.items() if has]
+
+
+def _read_config(folder: Path, raw: dict[str, Any], to_run: bool) -> ModelConfig:
+    kind = _kind(raw)
+    if kind not in (TRAINED if to_run else PLANNED):
+        raise UserError(f"{folder} holds a {kind}; only Llama, Mixtral and Qwen3 models can be read.")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if raw["num_attention_heads"] < 1:
+        raise ValueError(f"num_attention_heads is {raw['num_attention_heads']}")
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    if to_run and (bad := _uncomputed(raw)):
         raise UserError(f"{folder} uses settings this package does not compute: {', '.join(bad)}.")
     end = raw.get("eos_token_id")
     routed = kind in ("MixtralForCausalLM", "Qwen3MoeForCausalLM")

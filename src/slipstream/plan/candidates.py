@@ -141,9 +141,7 @@ class Fitter:
         return "delay_compensation" in self.job.correction
 
     def usual_cutover(self, shape: Shape) -> int:
-        """What a run takes."""
-        if self.all_old:
-            return shape.microbatches
+        """What a run takes whose correction does not ask for all of them."""
         return default_cutover(shape.stages, shape.microbatches, self.job.cluster.device.processor)
 
     def times(self, shape: Shape, cut: Cut) -> StageTimes:

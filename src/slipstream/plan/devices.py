@@ -83,14 +83,16 @@ def _wanted(name: str, value: object) -> str:
         return ""
     if name == "processor":
         return "" if isinstance(value, bool) else "true or false"
-    number = value if isinstance(value, int | float) and abs(value) <= LARGEST else -1.0
+    number = value if isinstance(value, int | float) else -1.0
+    if abs(number) > LARGEST or 0 < number < SMALLEST:
+        return f"a number from {SMALLEST:g} to {LARGEST:g}"
     if name in ("intra_latency", "inter_latency", "layer_overhead", *_MAY_BE_NONE):
         return "" if number >= 0 else "0 or more"
     if name in ("efficiency", "usable"):
-        return "" if SMALLEST <= number <= 1 else "above 0 and at most 1"
+        return "" if 0 < number <= 1 else "above 0 and at most 1"
     if name == "per_node":
         return "" if isinstance(value, int) and value > 0 else "a whole number above 0"
-    return "" if number >= SMALLEST else "above 0"
+    return "" if number > 0 else "above 0"
 
 
 MOST_JITTER = 10

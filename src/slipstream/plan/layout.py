@@ -53,10 +53,10 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.sequence < 1 or self.batch_tokens < self.sequence or self.batch_tokens % self.sequence:
-            # A multiple that all devices can share, where it is about as near.
-            whole = self.sequence * self.cluster.devices
-            unit = whole if self.batch_tokens > whole / 2 else self.sequence
-            near = max(1, round(self.batch_tokens / max(unit, 1))) * unit
+            shared = (
+                max(1, self.sequence) * self.cluster.devices
+            )  # a sequence for each: those can always share it
+            near = max(1, round(self.batch_tokens / shared)) * shared
             raise UserError(
                 f"A batch of {self.batch_tokens:,} tokens is not a whole number of sequences of "
                 f"{self.sequence:,}. The nearest that works is --batch-tokens {near}."

@@ -43,6 +43,13 @@ def plan(job: Job) -> Plan:
     return Plan(job, tuple(layouts), price, considered, len(fitting))
 
 
+def check(job: Job) -> None:
+    """Refuse what no device's figures could make a plan of."""
+    _price_for(job)
+    if next(shapes(job), None) is None:
+        raise UserError(nothing_works(job))
+
+
 def _price_for(job: Job) -> Price | None:
     state_bytes(job.optimizer)  # a name that nobody knows is no matter of penalties
     if job.schedule is not None and GENERATORS[canonical(job.schedule)].synchronous:  # nothing is delayed
@@ -85,7 +92,7 @@ def _fit(
     found = fitter.fit(shape, room)
     if found is None or fitter.all_old:
         return found and (shape, *found)
-    late = with_cutover(found[2], shape, job.cluster.device.processor)
+    late = with_cutover(found[2], shape)
     if late.old == 1 and fitter.usual_cutover(shape) < shape.microbatches:
         # The master is whole where all is old (`pipeline/compact.py`), which takes more than the first look assumed.
         found = fitter.fit(late, room)
@@ -105,7 +112,7 @@ class _Fitting(NamedTuple):
 
 
 def _start(job: Job, fitter: Fitter, shape: Shape, cut: Cut, times: StageTimes) -> Start | None:
-    found = start_shape(shape, split(job.correction)[1])
+    found = start_shape(shape, split(job.correction)[1], times)
     if found is None:
         return None
     key, share, first = found

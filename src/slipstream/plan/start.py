@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from slipstream.plan.throughput import Shape, StageTimes
+from slipstream.plan.throughput import Shape, StageTimes, with_cutover
 
 SYNC_START, FINE_START = 0.1, 0.2  # of the updates
 FINE_PARTS = 4
@@ -44,8 +44,12 @@ def split(correction: str) -> tuple[str, str]:
     return (always, start) if start in STARTS else (correction, "")
 
 
-def start_shape(shape: Shape, name: str) -> tuple[str, float, Shape] | None:
-    """Key, share and shape of the first updates; None where there is no such start, or a layout cannot have it."""
+def start_shape(shape: Shape, name: str, times: StageTimes) -> tuple[str, float, Shape] | None:
+    """Key, share and shape of the first updates; None where there is no such start, or a layout cannot have it.
+
+    `times`: of the rest of the run. A run has one cutover, so the start's is what the rest would have were it not cut
+    off at all of its microbatches.
+    """
     if not shape.asynchronous or not name:
         return None
     if name == "sync_start":
@@ -54,4 +58,4 @@ def start_shape(shape: Shape, name: str) -> tuple[str, float, Shape] | None:
     if rest or shape.cutover is None:  # then all of it would be old, however fine
         return None
     finer = replace(shape, microbatches=FINE_PARTS * shape.microbatches, microbatch_size=size)
-    return "pipeline.fine_start", FINE_START, finer
+    return "pipeline.fine_start", FINE_START, with_cutover(times, finer)

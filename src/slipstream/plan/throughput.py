@@ -27,6 +27,7 @@ from slipstream.schedule.simulate import simulate
 
 # Memory traffic of a step per parameter: gradient, master, state, bank.
 UPDATE_BYTES = {"muon": 34, "adamw": 38}
+SOON = 0.1  # of a pair: an update that is known so soon asks for no further old microbatch on processors
 MOST_ACTIONS = 40_000  # simulated at once: about a tenth of a second
 BUBBLE = {  # fill and drain in units of the sum over the other stages' forward and backward
     "gpipe": 1.0, "1f1b": 1.0, "interleaved_1f1b": 0.5, "zb_h1": 1 / 3, "zbv": 1 / 6, "dualpipev": 1 / 6,
@@ -117,6 +118,7 @@ class StageTimes:
     message_bytes: float
     network: Network
     runtime: Runtime = FREE
+    on_host: bool = False  # stages work on processors
 
 
 def stage_times(
@@ -139,6 +141,7 @@ def stage_times(
         message_bytes=model.boundary_bytes * shape.microbatch_size,
         network=network,
         runtime=runtime,
+        on_host=device.processor,
     )
 
 
@@ -224,15 +227,19 @@ def _groups(shape: Shape) -> int:
     return 6 if shape.asynchronous else 2  # a barrier ends every synchronous group: all are alike
 
 
-def with_cutover(times: StageTimes, shape: Shape, on_host: bool = False) -> Shape:
+def with_cutover(times: StageTimes, shape: Shape) -> Shape:
     """The shape with the cutover that a run takes, or more where the other ranks are heard of later.
 
-    The optimizer's own step takes a stage's time wherever it stands, so it asks for no pairs."""
+    The optimizer's own step takes a stage's time wherever it stands, so it asks for no pairs. One more is to spare, but
+    not on processors: their default hides links already, and each costs tokens.
+    """
     if not shape.asynchronous:
         return shape
-    slack = max(2, ceil(costs(times, shape).update_latency / max(rank_pairs(times, shape))))
+    pairs = costs(times, shape).update_latency / max(rank_pairs(times, shape))
+    slack = ceil(pairs - SOON) if times.on_host else max(2, ceil(pairs))
     free = free_cutover(shape.stages, shape.microbatches, shape.in_flight, slack)
-    return replace(shape, cutover=max(free, default_cutover(shape.stages, shape.microbatches, on_host)))
+    usual = default_cutover(shape.stages, shape.microbatches, times.on_host)
+    return replace(shape, cutover=max(free, usual))
 
 
 def schedule_of(shape: Shape, microbatches: int, groups: int) -> Schedule:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Any
 
+from slipstream.formats import toml_value
 from slipstream.models.sizes import PRESETS, ModelConfig
 from slipstream.plan.explain import explain, losses
 from slipstream.plan.layout import RUNNABLE, Layout, Plan, why_not
@@ -18,7 +18,11 @@ def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
     if why_not(job, shape):
         return None
     half = "bfloat16" if shape.asynchronous else "bfloat16_autocast"  # without banks weights stay in float32
-    start = {layout.start.key: layout.start.share} if layout.start else {}
+    start, cutover = {}, shape.cutover
+    if layout.start:
+        start = {layout.start.key: layout.start.share}
+        if layout.start.shape.asynchronous:
+            cutover = layout.start.shape.cutover  # one for the whole run, and more than m of them are all
     device = job.cluster.device
     chosen: dict[str, dict[str, Any]] = {
         "model": job.model.values
@@ -30,7 +34,7 @@ def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
             "data_ranks": shape.data_ranks,
             "microbatches": shape.microbatches,
             "microbatch_size": shape.microbatch_size * shape.data_ranks,
-            "cutover": shape.cutover,
+            "cutover": cutover,
             "fine_start": start.get("pipeline.fine_start"),
             "boundaries": [layers.start for layers in layout.cut[1:]] or None,
             "in_flight": shape.in_flight,
@@ -49,9 +53,10 @@ def to_toml(plan: Plan, layout: Layout, model_name: str) -> str | None:
             "activation_checkpointing": shape.checkpointing or None,
         },
     }
-    sections = [f"# Another model than described: {line}" for line in job.model.differs.splitlines()]
+    differs = "\n".join(f"# {line}" for line in job.model.differs.splitlines())
+    sections = [differs] if differs else []
     for section, values in chosen.items():
-        lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
+        lines = [f"{key} = {toml_value(value)}" for key, value in values.items() if value is not None]
         sections.append("\n".join([f"[{section}]", *lines]))
     return "\n\n".join(sections) + "\n"
 
