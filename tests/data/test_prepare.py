@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import lzma
 import random
+import re
 import signal
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -19,8 +21,9 @@ from slipstream.data.prepare import Recipe, _heeding_signals, _scan, prepare
 from slipstream.data.shards import find_shards, open_shard
 from slipstream.data.split import place_of
 from slipstream.data.tokenizer import SMALLEST_VOCAB, Tokenizer, without_long_words
-from slipstream.errors import DataError
+from slipstream.errors import DataError, UserError
 
+RUNS = re.compile(r"[^\W_]+|(?:[^\w\s]|_)+|\s+")
 TEXTS = [f"Title {i}\nnaïve — text № {i}, again and again.\n  indented {'x' * i}" for i in range(40)]
 
 
@@ -72,14 +75,16 @@ def test_what_cannot_work_is_said_before_anything_is_read(tmp_path):
         raise AssertionError("it was read")
 
     (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
     for out, recipe, words in (
         (tmp_path / "out", Recipe(vocab=100), "100 cannot hold all bytes"),
         (tmp_path / "out", Recipe(tokenizer=tmp_path / "gone.json"), "no tokenizer"),
         (tmp_path / "file" / "out", Recipe(), "cannot be written"),
+        (tmp_path / "loop", Recipe(), "leads back to itself"),
     ):
-        with pytest.raises(DataError, match=words):
+        with pytest.raises(UserError, match=words):
             prepare(unread, out, recipe)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "loop"]
 
 
 def test_two_documents_are_enough_and_one_is_not(tmp_path):
@@ -131,13 +136,38 @@ def test_the_sample_is_of_training_documents(tmp_path, fraction):
     assert len(scan.sample) == 10
 
 
-def test_what_heeds_no_signal_is_left_at_once():
-    """A call that is not Python's, such as the training of a tokenizer, ends before a handler runs."""
-    ended = []
+def book(lines):
+    return "".join(f"{number} is the number of this line, and there is no other\n" for number in range(lines))
 
-    def work():
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000)  # seconds
-        ended.append(True)
+
+def scanned(texts, **recipe):
+    return _scan(lambda: texts, None, Recipe(vocab=257, **recipe), lambda *_: None)
+
+
+def test_a_document_longer_than_the_sample_is_sampled_in_pieces():
+    """It neither drives all others out and then goes itself, nor is held whole."""
+    texts = [book(20_000), *(f"{i} is small\n" * 30 for i in range(6))]
+    wanted = 300_000
+    found = scanned(texts, sample_bytes=wanted)
+    assert wanted / 2 <= sum(map(len, found.sample)) <= wanted
+    assert all(any(part in text for text in texts) for part in found.sample)
+    assert scanned(texts[::-1], sample_bytes=wanted).sample == found.sample
+
+
+@pytest.mark.parametrize("wanted", [300_000, 700_000, 10**7])
+def test_the_end_of_a_book_that_is_validated_on_is_in_no_sample(wanted):
+    whole = book(16_000)
+    found = scanned([whole], sample_bytes=wanted)
+    head, tail = (part for _, part in found.split.parts(whole, place_of(whole)))
+    assert all(part in head for part in found.sample), "every line is there once"
+    assert min(wanted, len(head)) - 2 * len(tail) - (1 << 16) <= sum(map(len, found.sample)) <= wanted
+    if wanted > len(whole):
+        assert found.sample == [head], "and as one text, however many pieces it was read in"
+
+
+def test_what_heeds_no_signal_is_left_at_once():
+    """It works on beside a main thread that waits for it, and that a signal reaches."""
+    end = threading.Event()
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -146,11 +176,14 @@ def test_what_heeds_no_signal_is_left_at_once():
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
         with pytest.raises(KeyboardInterrupt):
-            _heeding_signals(work)
-        assert not ended
+            _heeding_signals(end.wait)
+        (still,) = (thread for thread in threading.enumerate() if thread.name == "slipstream-tokenizer")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        end.set()
+    still.join(60)
+    assert not still.is_alive()
 
 
 @pytest.mark.parametrize("error", [DataError("no"), TimeoutError("of its own")])
@@ -170,12 +203,26 @@ def test_what_is_no_word_is_cut_before_a_tokenizer_learns_it():
         "a" + "-" * 20_000,
         " " * 10_000 + "b",
         "_" * 5000 + "字" * 9000,
+        "-_" * 5000,
+        "4" * 4096,
+        "a" * 9000 + " and " + "b" * 9000,
+        "word " * 300_000 + "x" * 9000,
     ):
         parts = list(without_long_words(text))
         assert "".join(parts) == text
-        assert max(map(len, parts)) <= 4096 + 10
-    for text in ("", "plain words\n" * 4000, "字, " * 9000):
+        assert max(len(run[0]) for part in parts for run in RUNS.finditer(part)) <= 4096
+    for text in ("", "plain words\n" * 4000, "字, " * 9000, "a" * 4095):
         assert list(without_long_words(text)) == [text]
+
+
+@pytest.mark.bench
+def test_words_that_are_nearly_long_take_no_longer_than_others():
+    def seconds(text):
+        began = time.process_time()
+        list(without_long_words(text))
+        return time.process_time() - began
+
+    assert seconds(("ACGT" * 750 + "\n") * 1000) < 2 * seconds("a few words\n" * 250_000)
 
 
 def test_nothing_is_left_behind_by_a_failure(tmp_path):
@@ -189,7 +236,7 @@ def test_nothing_is_left_behind_by_a_failure(tmp_path):
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").write_text("mine")
-    with pytest.raises(DataError, match="already exists"):
+    with pytest.raises(UserError, match="already exists"):
         prepare(lambda: TEXTS, tmp_path / "full", Recipe(vocab=257))
     assert (tmp_path / "full/notes.txt").read_text() == "mine"
 

@@ -8,9 +8,10 @@ import pytest
 import tokenizers
 import torch
 
+from models.hugging_face_configs import described
 from slipstream.data.tokenizer import Tokenizer
 from slipstream.errors import UserError
-from slipstream.models import llama
+from slipstream.models import hugging_face, llama
 from slipstream.models.config_json import read_config
 from slipstream.models.sizes import ModelConfig
 from slipstream.models.stages import build_model, build_stage
@@ -131,6 +132,8 @@ def test_a_tokenizer_of_ones_own_ends_documents_with_its_own_token(tmp_path, end
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", end])
     inner.train_from_iterator(["the quick brown fox"] * 9, trainer)
+    inner.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])
+    inner.enable_truncation(2)
     inner.save(str(tmp_path / "tokenizer.json"))
     vocab = Tokenizer.load(tmp_path).vocab_size
     config = ModelConfig(vocab=vocab, dim=16, layers=1, heads=2, kv_heads=1, ffn=16)
@@ -139,6 +142,9 @@ def test_a_tokenizer_of_ones_own_ends_documents_with_its_own_token(tmp_path, end
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     described = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert len(theirs) == vocab
+    trained_on = Tokenizer.load(tmp_path).encode("the quick brown")
+    assert theirs("the quick brown")["input_ids"] == trained_on, "no <s> in front, which no text had"
+    assert len(trained_on) > 2
     assert theirs.eos_token == end
     assert theirs.eos_token_id == theirs.bos_token_id == described.eos_token_id == 1
 
@@ -173,3 +179,30 @@ def test_what_cannot_be_exported_or_read_is_refused_by_name(tmp_path):
     (tmp_path / "b/model.safetensors").write_bytes(b"not a tensor file")
     with pytest.raises(UserError, match="cannot be read"):
         export.read_weights(tmp_path / "b", config)
+
+
+@pytest.mark.parametrize("theirs", [2, [1, 2], None])
+def test_a_model_of_transformers_ends_with_what_its_texts_ended_with(tmp_path, theirs):
+    """Whatever the file says that its shape is from: there another tokenizer's ids are meant."""
+    tokenizer = Tokenizer.train(["the quick brown fox"] * 9, 280)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    given = described("llama", eos_token_id=theirs)
+    vocab = tokenizer.vocab_size
+    weights = hugging_face.HuggingFaceStage(
+        parts := hugging_face.Parts(hugging_face.build(given, vocab), "here"), range(len(parts.layers))
+    ).state_dict()
+    options = {"vocab": vocab, "sequence": 64, "dtype": torch.float32}
+    for name, path in (("with", tmp_path / "tokenizer.json"), ("without", None)):
+        export.write_transformers(weights, given, tmp_path / name, tokenizer=path, **options)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        found = model.config.eos_token_id, model.generation_config.eos_token_id
+        assert found == ((tokenizer.end_of_document,) * 2 if path else (theirs,) * 2)
+
+
+@pytest.mark.parametrize("place", ["loop", "/proc/nowhere/out"])
+def test_a_place_that_cannot_be_written_is_named(tmp_path, place):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    config = ModelConfig(vocab=9, dim=8, layers=1, heads=2, kv_heads=1, ffn=8)
+    state = dict(build_model(config, 0).named_parameters())
+    with pytest.raises(UserError, match=r"(leads back to itself|cannot be written).* Choose another folder"):
+        export.export(state, config, tmp_path / place)

@@ -59,13 +59,13 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
             found.append(path)
             continue
         inside = sorted(_files_inside(path))
-        known = [file for file in inside if _kind(file) in _PLAIN and file.stat().st_size]
+        known = {file for file in inside if _kind(file) in _PLAIN and file.stat().st_size}
         if not known:
             held = ", ".join(sorted({file.suffix or file.name for file in inside})) or "nothing"
             raise DataError(
                 f"The folder {path} holds no text that can be read (it holds: {held}). Known: {_KNOWN}."
             )
-        found += known
+        found += (file for file in inside if file in known)
         left_out += [file for file in inside if file not in known]
     return found, left_out
 

@@ -8,22 +8,19 @@ The folder appears under its name only when it is complete.
 
 from __future__ import annotations
 
-import heapq
 import json
-import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from slipstream.data.contents import digests
+from slipstream.data.draft import new_folder
+from slipstream.data.sample import Sample
 from slipstream.data.shards import fingerprint, header, token_dtype
 from slipstream.data.split import Chooser, Split, place_of
 from slipstream.data.streams import Documents
@@ -56,6 +53,15 @@ class _Scan:
     sample: list[str]
 
 
+class _Encoded(NamedTuple):
+    """A piece of a document, as it is written."""
+
+    split: str
+    ids: list[int]
+    bytes: int
+    last: bool  # of its document, whose end mark is among the ids
+
+
 def prepare(
     documents: Documents,
     out: Path,
@@ -64,34 +70,19 @@ def prepare(
     progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
     """Write `out` (train and valid shards, tokenizer.json, meta.json); returns what meta.json holds."""
-    if out.is_symlink():  # a folder takes the place of a folder, not of a link to one
-        out = out.resolve()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} already exists. Choose another --out, or delete it first.")
     if recipe.valid_fraction is not None and not 0 <= recipe.valid_fraction < 1:
         raise DataError(f"--valid-fraction is {recipe.valid_fraction:g}. Set it from 0 to below 1.")
     # A tokenizer or a place that cannot be used is said now, not after minutes of reading.
     tokenizer = None if recipe.tokenizer is None else Tokenizer.load(recipe.tokenizer)
     if tokenizer is None and recipe.vocab is not None:
         check_vocab(recipe.vocab)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    except OSError as error:
-        raise DataError(f"{out} cannot be written: {error}. Choose another folder.") from error
-    try:
+    with new_folder(out) as folder:
         scan = _scan(documents, valid, recipe, progress)
         if tokenizer is None:
             progress("training the tokenizer", 0, None)
             vocab = recipe.vocab or suitable_vocab(scan.bytes)
             tokenizer = _heeding_signals(lambda: Tokenizer.train(scan.sample, vocab))
         meta = _write(documents, valid, scan, tokenizer, folder, recipe, progress)
-        folder.chmod(0o755)
-        os.replace(folder, out)  # atomic; onto an existing folder only if that is empty
-    except OSError as error:
-        raise DataError(f"{out} could not be written: {error}. Nothing was left behind.") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return meta
 
 
@@ -115,30 +106,20 @@ def _heeding_signals(work: Callable[[], Tokenizer]) -> Tokenizer:
 
 
 def _scan(documents: Documents, valid: Documents | None, recipe: Recipe, progress: Progress) -> _Scan:
-    """Count, and keep a sample of the training documents: where the least hashes are for validation, the greatest."""
     named = frozenset(map(place_of, valid() if valid is not None else ()))
-    chooser, sampled = Chooser(recipe.valid_fraction), 0
-    heap: list[tuple[float, int, str]] = []  # on top what is given up first
-    sign = 1 if valid is None else -1
+    chooser = Chooser(recipe.valid_fraction)
     wanted = recipe.sample_bytes if recipe.tokenizer is None else 0
+    sample = Sample(wanted, recipe.valid_fraction, all_train=valid is not None)
     for text in documents():
         place, size = place_of(text), len(text.encode())
-        if wanted and place not in named:
-            heapq.heappush(heap, (sign * place, chooser.count, text))
-            sampled += len(text)
-            while sampled > wanted and len(heap) > 1:
-                sampled -= len(heapq.heappop(heap)[2])
+        if place not in named:
+            sample.see(chooser.count, text, place, size)
         chooser.see(place, size)
         progress("reading", chooser.total, None)
     if chooser.count == 0:
         raise DataError("The input holds no text. Name files with at least one non-empty document.")
     split = chooser.split() if valid is None else None
-    kept = sorted(((sign * key, text) for key, _, text in heap), key=itemgetter(0))
-    if split is not None:
-        parts = [part for place, text in kept for part in split.parts(text, place)]
-        # Where all that was drawn is for validation, a tokenizer that has seen it is better than none.
-        kept = [(0.0, text) for name, text in parts if name == "train"] or kept
-    return _Scan(chooser.count, chooser.total, split, named, [text for _, text in kept])
+    return _Scan(chooser.count, chooser.total, split, named, sample.texts(split))
 
 
 def suitable_vocab(text_bytes: int) -> int:
@@ -168,10 +149,10 @@ def _write(
             yield "valid", text
 
     done = 0
-    for split, text, ids in _encode(marked(), tokenizer):
-        writers[split].add(ids)
-        counts[split] += 1
-        done += len(text.encode())
+    for piece in _encode(marked(), tokenizer):
+        writers[piece.split].add(piece.ids)
+        counts[piece.split] += piece.last
+        done += piece.bytes
         progress("encoding", done, max(done, scan.bytes))
     for split, writer in writers.items():
         writer.close()
@@ -193,38 +174,36 @@ def _write(
     return meta
 
 
-def _encode(
-    documents: Iterable[tuple[str, str]], tokenizer: Tokenizer
-) -> Iterator[tuple[str, str, list[int]]]:
-    """(split, text) -> (split, text, ids with the end mark), in order, batch by batch on all cores."""
-    batch: list[tuple[str, str]] = []
+def _encode(documents: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> Iterator[_Encoded]:
+    """The pieces of all documents in order, batch by batch on all cores: a long document is in many batches."""
+    batch: list[tuple[str, str, bool]] = []
     size = 0
-    for item in documents:
-        batch.append(item)
-        size += len(item[1])
-        if size >= _BATCH_CHARACTERS:
-            yield from _encode_batch(batch, tokenizer)
-            batch, size = [], 0
+    for split, text in documents:
+        for piece, last in _pieces(text):
+            batch.append((split, piece, last))
+            size += len(piece)
+            if size >= _BATCH_CHARACTERS:
+                yield from _encode_batch(batch, tokenizer)
+                batch, size = [], 0
     yield from _encode_batch(batch, tokenizer)
 
 
-def _encode_batch(batch: list[tuple[str, str]], tokenizer: Tokenizer) -> Iterator[tuple[str, str, list[int]]]:
-    pieces = [list(_pieces(text)) for _, text in batch]
-    encoded = iter(tokenizer.encode_batch([piece for parts in pieces for piece in parts]))
-    for (split, text), parts in zip(batch, pieces, strict=True):
-        ids = [token for _ in parts for token in next(encoded)]
-        yield split, text, [*ids, tokenizer.end_of_document]
+def _encode_batch(batch: list[tuple[str, str, bool]], tokenizer: Tokenizer) -> Iterator[_Encoded]:
+    encoded = tokenizer.encode_batch([piece for _, piece, _ in batch])
+    for (split, piece, last), ids in zip(batch, encoded, strict=True):
+        yield _Encoded(split, [*ids, tokenizer.end_of_document] if last else ids, len(piece.encode()), last)
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Cut after a line end where there is one, so that few tokens differ from encoding in one go."""
+def _pieces(text: str) -> Iterator[tuple[str, bool]]:
+    """Cut after a line end where there is one, so that few tokens differ from encoding in one go. With whether it is
+    the last one."""
     start = 0
     while len(text) - start > _PIECE_CHARACTERS:
         cut = text.rfind("\n", start, start + _PIECE_CHARACTERS) + 1
         cut = cut if cut > start else start + _PIECE_CHARACTERS
-        yield text[start:cut]
+        yield text[start:cut], False
         start = cut
-    yield text[start:]
+    yield text[start:], True
 
 
 class _ShardWriter:

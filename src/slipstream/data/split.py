@@ -42,6 +42,12 @@ class Split:
         yield "train", head
         yield "valid", tail
 
+    def training_length(self, place: float, length: int, size: int) -> int:
+        """How much of the beginning of a document of so many characters and bytes is for training at the least."""
+        if place != self.cut:
+            return length if place > self.threshold else 0
+        return _cut_between(length, size, self.tail_bytes)[0]
+
 
 @dataclass
 class Chooser:
@@ -87,8 +93,7 @@ class Chooser:
 def cut_end(text: str, tail_bytes: int) -> tuple[str, str]:
     """The text without its end, and its end: cut after a line, else after a word, else anywhere. An end twice as long
     as was wanted is too long."""
-    wanted = max(1, len(text) - max(1, round(len(text) * tail_bytes / max(1, len(text.encode())))))
-    earliest = max(wanted // 2, 2 * wanted - len(text))
+    earliest, wanted = _cut_between(len(text), len(text.encode()), tail_bytes)
     for mark in ("\n", " "):
         at = text.rfind(mark, 0, wanted) + 1
         if at > earliest:
@@ -102,3 +107,9 @@ def cut_end(text: str, tail_bytes: int) -> tuple[str, str]:
             "with --valid."
         )
     return head, tail
+
+
+def _cut_between(length: int, size: int, tail_bytes: int) -> tuple[int, int]:
+    """After how many characters a text is cut at the earliest, and where an end of so many bytes would begin."""
+    wanted = max(1, length - max(1, round(length * tail_bytes / max(1, size))))
+    return max(wanted // 2, 2 * wanted - length), wanted

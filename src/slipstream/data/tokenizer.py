@@ -7,7 +7,7 @@ and the end mark) is therefore a plain byte tokenizer.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -18,10 +18,11 @@ from slipstream.errors import DataError
 END_OF_DOCUMENT = "<|endoftext|>"
 SMALLEST_VOCAB = 257
 _LONG = 4096  # characters
-_LONG_WORD = re.compile(
-    "(" + "|".join(kind + f"{{{_LONG}}}" for kind in (r"[^\W\d_]", r"\d", r"[^\w\s]", "_", r"\s")) + ")"
-)
-_LONG_GAP = re.compile(rf"\s{{{_LONG}}}")
+_KINDS = (r"[^\W_]", r"(?:[^\w\s]|_)", r"\s")  # a word of the tokenizer is of one of them
+# All in one pass, and without a step back: a search for long words would look at each from each of its characters.
+_ORDINARY = re.compile("(?:" + "|".join(rf"{kind}{{1,{_LONG - 1}}}+(?!{kind})" for kind in _KINDS) + ")*+")
+_WORD = re.compile("|".join(rf"{kind}++" for kind in _KINDS))
+_AT_ONCE = 1 << 20  # characters
 
 
 def check_vocab(vocab: int) -> None:
@@ -29,11 +30,30 @@ def check_vocab(vocab: int) -> None:
         raise DataError(f"A vocabulary of {vocab} cannot hold all bytes. Ask for {SMALLEST_VOCAB} or more.")
 
 
-def without_long_words(text: str) -> Iterable[str]:
-    """The text, cut inside what is no word to anyone (a genome, a line of dashes): to train a tokenizer on a word takes
-    the square of its length."""
-    ordinary = max(map(len, text.split()), default=0) < _LONG and _LONG_GAP.search(text) is None
-    return [text] if ordinary else filter(None, _LONG_WORD.split(text))
+def without_long_words(text: str) -> Iterator[str]:
+    """The text, cut inside what is no word to anyone (a genome, a line of dashes), since to train a tokenizer on a word
+    takes the square of its length; and a very long one in parts, since it takes a hundred bytes for each of its own."""
+    start = at = 0
+    while at < len(text):
+        limit = min(at + _AT_ONCE, len(text))
+        at = _end(_ORDINARY, text, at, limit)
+        if at < limit:
+            end = _end(_WORD, text, at, limit)
+            for cut in range(at, end, _LONG):
+                if cut > start:
+                    yield text[start:cut]
+                start = cut
+            at = end
+        if at == limit < len(text):
+            yield text[start:at]
+            start = at
+    yield text[start:]
+
+
+def _end(pattern: re.Pattern[str], text: str, start: int, limit: int) -> int:
+    found = pattern.match(text, start, limit)
+    assert found is not None, (pattern.pattern, text[start : start + 20])
+    return found.end()
 
 
 class Tokenizer:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -290,9 +291,15 @@ def loaded(weights: Mapping[str, Tensor], described: Mapping[str, Any], vocab: i
 
 
 def write(
-    weights: Mapping[str, Tensor], described: Mapping[str, Any], vocab: int, folder: Path, dtype: torch.dtype
+    weights: Mapping[str, Tensor],
+    described: Mapping[str, Any],
+    vocab: int,
+    folder: Path,
+    dtype: torch.dtype,
+    end_of_document: int | None = None,
 ) -> str:
-    """A folder that from_pretrained loads, written by transformers itself. `weights` by the names of a stage."""
+    """A folder that from_pretrained loads, written by transformers itself. `weights` by the names of a stage. Texts
+    begin and end with `end_of_document`, as in training; None: as the file says."""
     transformers = library()
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(_config(described, vocab), dtype=dtype)
@@ -303,5 +310,11 @@ def write(
             raise UserError(
                 f"The run's {name} is {seen}, but its model needs {tuple(parameter.shape)}: cannot export."
             )
-    model.save_pretrained(folder, state_dict=named, safe_serialization=True)
+    if end_of_document is not None:
+        for settings in (model.config, model.generation_config):
+            settings.bos_token_id = settings.eos_token_id = end_of_document
+    try:
+        model.save_pretrained(folder, state_dict=named, safe_serialization=True)
+    except SafetensorError as error:  # such as a full disk
+        raise OSError(str(error)) from error
     return type(model).__name__

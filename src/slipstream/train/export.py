@@ -13,12 +13,8 @@ per expert and stacked again on the way back. Only safetensors are read: no pick
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +23,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slipstream.data.draft import new_folder
 from slipstream.data.tokenizer import Tokenizer
 from slipstream.errors import UserError
+from slipstream.formats import parse_json
 from slipstream.models.sizes import ModelConfig
 from slipstream.models.stages import build_model
 
@@ -135,10 +133,10 @@ def write_own(
 ) -> None:
     """The weights of a user's own model, and the tokenizer."""
     tensors = ((name, tensor.detach().cpu().to(dtype).contiguous()) for name, tensor in weights.items())
-    with _folder(folder) as draft:
+    with new_folder(folder) as draft:
         _save_sharded(tensors, draft)
         if tokenizer is not None:
-            shutil.copyfile(tokenizer, draft / "tokenizer.json")
+            _copy_tokenizer(tokenizer, draft)
 
 
 def write_transformers(
@@ -154,29 +152,11 @@ def write_transformers(
     """The weights of a model of transformers, as it saves them itself; the name of its class."""
     from slipstream.models import hugging_face
 
-    with _folder(folder) as draft:
-        kind = hugging_face.write(weights, described, vocab, draft, dtype)
+    with new_folder(folder) as draft:
+        end = None if tokenizer is None else Tokenizer.load(tokenizer).end_of_document
+        kind = hugging_face.write(weights, described, vocab, draft, dtype, end)
         _write_tokenizer(tokenizer, draft, sequence)
     return kind
-
-
-@contextmanager
-def _folder(folder: Path) -> Iterator[Path]:
-    """A draft of a new folder, which appears under its name whole or not at all."""
-    if folder.is_symlink():
-        folder = folder.resolve()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} already exists. Choose another folder, or delete it first.")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        yield draft
-        draft.chmod(0o755)
-        os.replace(draft, folder)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder} could not be written: {error}. Nothing was left behind.") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def export(
@@ -193,7 +173,7 @@ def export(
     if tokenizer is not None:
         end = Tokenizer.load(tokenizer).end_of_document
         described |= {"bos_token_id": end, "eos_token_id": end}
-    with _folder(folder) as draft:
+    with new_folder(folder) as draft:
         _save_sharded(((name, tensor.to(dtype)) for name, tensor in to_hugging_face(state, config)), draft)
         _write_json(draft / "config.json", described)
         _write_tokenizer(tokenizer, draft, sequence)
@@ -202,7 +182,7 @@ def export(
 def _write_tokenizer(tokenizer: Path | None, folder: Path, sequence: int) -> None:
     if tokenizer is None:
         return
-    shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    _copy_tokenizer(tokenizer, folder)
     end = Tokenizer.load(tokenizer).end_text
     described = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -214,6 +194,13 @@ def _write_tokenizer(tokenizer: Path | None, folder: Path, sequence: int) -> Non
     _write_json(folder / "tokenizer_config.json", described)
 
 
+def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
+    """As it was used in training: it cut no text, and put nothing around one."""
+    raw = parse_json(tokenizer.read_text(encoding="utf-8"))
+    raw |= {"truncation": None, "padding": None, "post_processor": None}
+    (folder / "tokenizer.json").write_text(json.dumps(raw, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
 def _save_sharded(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
     """One file up to 4 GiB; beyond, several and an index, holding one file's tensors at a time."""
     files: list[Path] = []
@@ -223,7 +210,10 @@ def _save_sharded(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
 
     def flush() -> None:
         path = folder / f"part-{len(files)}"
-        save_file(held, path, metadata={"format": "pt"})
+        try:
+            save_file(held, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # such as a full disk
+            raise OSError(str(error)) from error
         where.update(dict.fromkeys(held, path.name))
         files.append(path)
         held.clear()
