@@ -90,8 +90,9 @@ def test_what_cannot_work_is_said_before_anything_is_read(tmp_path):
 def test_two_documents_are_enough_and_one_is_not(tmp_path):
     meta = prepare(lambda: TEXTS[:2], tmp_path / "two", Recipe(vocab=257, valid_fraction=0.0))
     assert meta["documents"] == {"train": 1, "valid": 1}
-    with pytest.raises(DataError, match="single document"):
-        prepare(lambda: ["w"], tmp_path / "one", Recipe(vocab=257))
+    for tiny in (["w"], ["a", "b"]):
+        with pytest.raises(DataError, match="text is too short"):
+            prepare(lambda texts=tiny: texts, tmp_path / "one", Recipe(vocab=257))
     with pytest.raises(DataError, match="single document"):
         prepare(lambda: TEXTS[:1], tmp_path / "one", Recipe(vocab=257, valid_fraction=0.0))
     with pytest.raises(DataError, match="no text"):
@@ -343,6 +344,7 @@ def test_bad_files_are_named(tmp_path):
         "bad.jsonl": (b'{"text": "x"}\n{oops\n', "line 2 is not JSON"),
         "other.jsonl": (b'{"body": "x"}\n', "it has: body"),
         "list.jsonl": (b"[1, 2]\n", "no text under 'text'"),
+        "number.jsonl": (b'{"text": 5}\n', "line 1 holds int under 'text', not text"),
         "digits.jsonl": (b'{"text": "x", "n": ' + b"1" * 5000 + b"}\n", "line 1 is not JSON"),
         "brackets.jsonl": (b"[" * 100_000 + b"\n", "line 1 is not JSON"),
     }
@@ -484,7 +486,7 @@ def test_a_folder_is_read_at_any_depth_and_the_next_command_is_printed(tmp_path,
     assert ended.value.code == 0
     told = capsys.readouterr().out
     assert "files            3" in told
-    assert "left out         2 files of other kinds (.pdf, .txt)" in told
+    assert "left out         2 files, empty or of other kinds (.pdf, .txt)" in told
     assert f"Next: slipstream train data.path={tmp_path / 'shards'} run.dir=runs/shards" in told
     with pytest.raises(SystemExit):
         main(["data", "prepare", str(texts / ".git" / ".."), "--out", str(tmp_path / "again")])

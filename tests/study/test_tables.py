@@ -260,6 +260,41 @@ def test_a_run_that_two_groups_share_is_trained_once_and_stands_in_both(tmp_path
     assert rows["none", "sync"].losses == rows["tenth", "sync"].losses
     again = matching(expansion.named, "start=tenth*kind=sync", study.labels())
     assert {point.digest for point in again} < {point.digest for point in expansion.points}
+    listed = [tuple(row[:3]) for row in runs_table(expansion.named, results).rows]
+    assert len(listed) == len({*listed}) == 12, "and can be found under both names"
+
+
+def test_one_run_is_one_seed_whatever_it_is_called(tmp_path):
+    path = tmp_path / "s.toml"
+    path.write_text(
+        "[axes.seed.values]\na = { train.seed = 0 }\nb = { train.seed = 0 }\nc = { train.seed = 1 }\n"
+        '[axes.mode.values]\nsync = { pipeline.delay = 0 }\ndelay = {}\n[runs]\nproduct = ["seed", "mode"]\n'
+    )
+    study = load_study(path)
+    expansion = study.expand({})
+    results = {point.digest: ended(point, 3.0) for point in expansion.points}
+    cells, _ = compared_cells(study, expansion, results)
+    assert [sorted(cell.losses) for cell in cells] == [["a", "c"], ["a", "c"]]
+    assert [cell.gap.interval for cell in cells if cell.gap] == [None], "two runs have none"
+
+
+def test_a_value_at_which_seeds_failed_is_shown_as_such(tmp_path):
+    """Its one lucky seed must not make the others' means look as if it had won."""
+    losses: dict[str, float | None] = {
+        "0 0.001 sync": 3.3, "1 0.001 sync": 3.0, "2 0.001 sync": 3.0,
+        "0 0.002 sync": 3.2, "1 0.002 sync": None, "2 0.002 sync": None,
+    }  # fmt: skip
+    study, expansion, results = make(
+        tmp_path, 'product = ["seed", "lr", "mode"]', losses, table='best = ["lr"]'
+    )
+    roles = roles_of(study)
+    cells = all_cells(expansion.points, results, roles)
+    (best,) = compared(cells, roles)
+    (grid,) = grid_tables(cells, roles)
+    assert dict(best.chosen) == {"lr": "0.001"}
+    assert grid.header == ["mode", "0.001", "0.002"]
+    assert grid.rows == [["sync", "3.1000 (3)", "3.2000 (1, 2 failed)"]]
+    assert "at which a seed failed is not compared" in grid.note
 
 
 def test_a_value_at_which_a_seed_failed_is_not_the_best(tmp_path):

@@ -73,6 +73,21 @@ def test_a_lost_run_goes_on_from_memory_to_the_same_bits(runs, reference, shm, l
     assert [path.name for path in kept] == ["step-00000012", "step-00000008"]
 
 
+def test_the_memory_of_a_moved_run_comes_along_and_that_of_a_copied_one_stays(runs, reference, shm, lose):
+    lose(7)
+    with pytest.raises(Lost):
+        runs.train("2bw", EMULATE, OFTEN, "checkpoint.every=0")
+    lose(None)
+    shutil.copytree(runs.folder / "2bw", runs.folder / "copied")
+    runs.train("copied", EMULATE, OFTEN, "checkpoint.every=0")
+    (runs.folder / "2bw").rename(runs.folder / "moved")
+    runs.train("moved", EMULATE, OFTEN, "checkpoint.every=0")
+    assert started(runs, "copied") == [0], "begun anew"
+    assert started(runs, "moved") == [0, 6]
+    assert_equal_weights(runs.weights("moved"), reference.weights("2bw"))
+    assert not list(shm.glob("*/*")), "nothing of its old place is left"
+
+
 def test_an_end_at_a_step_that_is_in_memory_is_saved_on_disk(runs, shm):
     runs.train("2bw", EMULATE, OFTEN, "checkpoint.every=0", "train.steps=6")
     assert [path.name for path in checkpoint.committed(runs.folder / "2bw/checkpoints")] == ["step-00000006"]

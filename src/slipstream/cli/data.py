@@ -36,7 +36,9 @@ def prepare(
             "[,revision=..][,weight=..]; may be repeated."
         ),
     ] = None,
-    limit_mb: Annotated[int | None, typer.Option(min=1, help="Read no more text than this, in MB.")] = None,
+    limit_mb: Annotated[
+        int | None, typer.Option(min=1, help="Stop after so much text, at a document's end, in MB.")
+    ] = None,
     vocab: Annotated[
         int | None,
         typer.Option(help="Size of the BPE vocabulary to train. Default: 16384, less for a text under 4 MB."),
@@ -92,7 +94,7 @@ def prepare(
         return
     if left_out:
         kinds = ", ".join(sorted({path.suffix or path.name for path in left_out}))
-        print(f"  left out         {len(left_out)} files of other kinds ({kinds})")
+        print(f"  left out         {len(left_out)} files, empty or of other kinds ({kinds})")
     tokens = meta["tokens"]["valid"]
     if tokens < FEW_TOKENS:
         Console(stderr=True, highlight=False).print(

@@ -90,10 +90,10 @@ def warm(file: File, overrides: Overrides = None) -> None:
 
 @app.command("list")
 def list_runs(file: File, overrides: Overrides = None, results: Results = None) -> None:
-    """Every run of a study with its state."""
+    """Every run of a study with its state, under each name it has."""
     study, found = load_study(file, overrides or ()), collect(*_places(results, OUT))
     expansion = study.expand(losses(found))
-    for point in expansion.points:
+    for point in expansion.named:
         result = found.get(point.digest)
         state = "missing"
         if result is not None:

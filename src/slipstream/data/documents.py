@@ -240,6 +240,8 @@ def _of_json_lines(path: Path, lines: io.TextIOWrapper, field: str) -> Iterator[
             # Also a number of thousands of digits, or endless brackets.
             raise DataError(f"{path}, line {number} is not JSON: {error}.") from error
         text = record.get(field) if isinstance(record, dict) else None
+        if not isinstance(text, str) and isinstance(record, dict) and field in record:
+            raise DataError(f"{path}, line {number} holds {type(text).__name__} under '{field}', not text.")
         if not isinstance(text, str):
             keys = ", ".join(list(record)[:8]) if isinstance(record, dict) else type(record).__name__
             raise DataError(

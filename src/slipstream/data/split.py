@@ -71,9 +71,8 @@ class Chooser:
         if self.count == 1:
             if self.fraction == 0:
                 raise DataError(
-                    "The input is a single document and --valid-fraction 0 leaves nothing to validate on. "
-                    "Set it above 0, or "
-                    "name validation files with --valid."
+                    "The input is a single document and --valid-fraction 0 leaves nothing to validate on. Set it above "
+                    "0, or name validation files with --valid."
                 )
             enough = max(FRACTION * self.total, min(ENOUGH_BYTES, LEAST_SHARE * self.total))
             wanted = enough if self.fraction is None else self.fraction * self.total
@@ -102,9 +101,8 @@ def cut_end(text: str, tail_bytes: int) -> tuple[str, str]:
     head, tail = text[:wanted], text[wanted:]
     if not head.strip() or not tail.strip():
         raise DataError(
-            "The input is a single document, too short to set validation text aside. Name more text, or "
-            "validation files "
-            "with --valid."
+            "The text is too short to set some of it aside for validation. Name more text, or validation files with "
+            "--valid."
         )
     return head, tail
 

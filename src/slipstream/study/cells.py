@@ -127,6 +127,8 @@ def all_cells(points: Sequence[Point], results: Mapping[str, Result], roles: Axi
         key = (group, point.labels.get(roles.mode, ""), chosen)
         finished, failed = seeds.setdefault(key, ({}, {}))
         seed = point.labels.get(roles.seed, "")
+        if any(other.digest == result.digest for other in finished.values()):
+            continue  # one run is one seed, whatever it is called
         if result.loss is None:
             failed[seed] = result.failed
         else:
@@ -154,14 +156,24 @@ def best_of(cells: Sequence[Cell]) -> Cell:
 
     A value at which a seed failed is no match for one at which none did: what is left of it are its lucky seeds.
     """
-    alive = [cell for cell in cells if cell.results]
-    alive = [cell for cell in alive if not cell.failed] or alive
+    alive = _alive(cells)
     if len(alive) < 2:
         return (alive or list(cells))[0]
-    common = set.intersection(*(set(cell.results) for cell in alive))
+    common = common_seeds(cells)
     if not common:
         return min(alive, key=lambda cell: cell.mean or 0.0)
     return min(alive, key=lambda cell: statistics.fmean(cell.losses[seed] for seed in common))
+
+
+def common_seeds(cells: Sequence[Cell]) -> set[str]:
+    """The seeds over which the values of one axis are compared."""
+    alive = _alive(cells)
+    return set.intersection(*(set(cell.results) for cell in alive)) if alive else set()
+
+
+def _alive(cells: Sequence[Cell]) -> list[Cell]:
+    alive = [cell for cell in cells if cell.results]
+    return [cell for cell in alive if not cell.failed] or alive
 
 
 def pairs(cell: Cell, reference: Cell) -> list[str]:

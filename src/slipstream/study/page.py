@@ -20,7 +20,7 @@ def write_tables(study: Study, expansion: Expansion, results: Mapping[str, Resul
     """NAME.md, NAME.csv, NAME-runs.csv and NAME.html in `out`."""
     rows, roles = compared_cells(study, expansion, results)
     found = tables(study, expansion, results)
-    runs = runs_table(expansion.points, results)
+    runs = runs_table(expansion.named, results)
     notes = notes_of(expansion, results)
     texts = {
         f"{study.name}.md": markdown(study, found, notes),

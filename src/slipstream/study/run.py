@@ -145,7 +145,9 @@ def run_study(study: Study, out: Path, limits: Limits, show: Show, also: Sequenc
             except KeyboardInterrupt:
                 outcome.stopped = "interrupt"
                 pool.interrupt()
-                show.note("Stopping: the runs under way end, and begin again next time.")
+                show.note(
+                    "Stopping: the runs under way end. Next time they begin again, or go on if they keep checkpoints."
+                )
                 continue
             for point, report in ended:
                 folder = out / point.folder

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from slipstream.metrics.report_page import Table
-from slipstream.study.cells import AxisRoles, Cell, Labels, all_cells, compared, roles_of
+from slipstream.study.cells import AxisRoles, Cell, Labels, all_cells, common_seeds, compared, roles_of
 from slipstream.study.lengths import with_lengths
 from slipstream.study.penalty import Speedup, net_gain, speedup
 from slipstream.study.results import Result
@@ -208,22 +208,24 @@ def grid_tables(cells: Sequence[Cell], roles: AxisRoles) -> list[Table]:
         others = [other for other in roles.best if other != axis]
         body = [[*place, *_on_seeds_of_all(row, values)] for place, row in rows.items()]
         note = "Mean validation loss (seeds), over the seeds that all values of a row have, as they are compared."
+        if any(cell.failed for cell in tried):
+            note += " A value at which a seed failed is not compared with one at which none did."
         found.append(Table([*axes, roles.mode, *others, *values], body, title=f"By {axis}", note=note))
     return found
 
 
 def _on_seeds_of_all(row: Mapping[str, Cell], values: Iterable[str]) -> list[str]:
     """The means of a row, by value: over other seeds one would seem better that is not."""
-    seeds = [set(cell.losses) for cell in row.values() if cell.losses]
-    common = set.intersection(*seeds) if seeds else set()
+    common = common_seeds(list(row.values()))
 
     def text(cell: Cell | None) -> str:
         if cell is None:
             return ""
         if cell.mean is None:
             return "failed"
-        losses = [cell.losses[seed] for seed in common] or list(cell.losses.values())
-        return f"{fmean(losses):.4f} ({len(losses)})"
+        losses = [loss for seed, loss in cell.losses.items() if seed in common] or list(cell.losses.values())
+        failed = f", {len(cell.failed)} failed" if cell.failed else ""
+        return f"{fmean(losses):.4f} ({len(losses)}{failed})"
 
     return [text(row.get(value)) for value in values]
 

@@ -130,6 +130,7 @@ def plan(
     if found is None and not config.checkpoint.keep and (ended := _ended(folder, config, new)) is not None:
         in_memory.forget(folder)
         return ended
+    in_memory.follow(folder)
     near = in_memory.newest(folder, notes.append)
     if near is not None and (found is None or near[1].step > found[1].step):
         found, copy = near, None

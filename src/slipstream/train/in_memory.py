@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from slipstream.errors import CheckpointError
 from slipstream.metrics.record import events_of
 from slipstream.train import checkpoint
-from slipstream.train.claim import memory_of
+from slipstream.train.claim import last_started, memory_of
 from slipstream.train.state import digest
 
 
@@ -33,6 +34,17 @@ def newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, checkpoint.M
         ):
             return path, found
     return None
+
+
+def follow(folder: Path) -> None:
+    """Where the run was moved since it was started last, its memory comes along; where it was copied, it stays."""
+    last = last_started(folder)
+    if last is None or Path(last.run.dir).exists():
+        return
+    before, now = memory_of(Path(last.run.dir)), memory_of(folder)
+    if before.exists() and not now.exists():
+        with suppress(OSError):
+            before.rename(now)
 
 
 def forget(folder: Path, but: Path | None = None) -> None:
