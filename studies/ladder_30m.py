@@ -2,11 +2,11 @@
 
     python studies/ladder_30m.py TRAIN.txt VALID.txt OUT [--seconds 1640] [--also FILE] [KEY=VALUE ...]
 
-Two runs keep a GPU as busy as four, and end in half the time. Each is a `slipstream study run` of its own, so that the
-slower of a pair, the one in small microbatches, can go first on the GPU (by the priorities of CUDA's MPS). Whatever has
-ended is in OUT/ladder-30m.jsonl.gz from then on. What still runs at the deadline is stopped; another call, on another
-machine too, does the rest. There it takes that file as --also and the same OUT, since a run is known by its settings,
-and they name the tokens.
+Two runs should keep a GPU about as busy as four, and end in half the time. Each is a `slipstream study run` of its
+own, so that the slower of a pair, the one in small microbatches, can go first on the GPU (by the priorities of CUDA's
+MPS). Whatever has ended is in OUT/ladder-30m.jsonl.gz from then on. What still runs at the deadline is stopped; another
+call, on another machine too, does the rest. There it takes that file as --also and the same OUT, since a run is known
+by its settings, and they name the tokens.
 """
 
 from __future__ import annotations

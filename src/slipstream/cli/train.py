@@ -64,7 +64,7 @@ def parse(arguments: list[str]) -> Config:
     config = load(files[0] if files else None, overrides)
     if not files or any(text.startswith("run.dir=") for text in overrides):
         return config
-    # The settings in a run's folder are that run's, wherever the folder has been moved to or is looked at from.
+    # The settings in a run's folder are that run's, wherever the folder has been moved to.
     path = Path(files[0])
     if path.name == "config.toml" and is_run(path.parent) and not _same(Path(config.run.dir), path.parent):
         return config.changed(run={"dir": str(path.parent)})

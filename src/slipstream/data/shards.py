@@ -76,7 +76,9 @@ def open_shard(path: Path) -> Tokens:
 def find_shards(folder: Path, split: str) -> list[Path]:
     """The shards of `split` ("train" or "valid") in name order."""
     if not folder.is_dir():
-        raise DataError(f"data.path {folder} is not a folder. Make one with `slipstream data prepare`.")
+        raise DataError(
+            f"data.path {folder} is not a folder (from {Path.cwd()}). Make one with `slipstream data prepare`, or say where it is: data.path=FOLDER."
+        )
     shards = sorted(folder.glob(_SPLIT_PATTERNS[split]))
     for path in shards:
         if all(path.match(pattern) for pattern in _SPLIT_PATTERNS.values()):
