@@ -76,9 +76,10 @@ def open_shard(path: Path) -> Tokens:
 def find_shards(folder: Path, split: str) -> list[Path]:
     """The shards of `split` ("train" or "valid") in name order."""
     if not folder.is_dir():
+        here = "" if folder.is_absolute() else " here"
         raise DataError(
-            f"data.path {folder} is not a folder{'' if folder.is_absolute() else ' here'}. Make one with `slipstream data "
-            "prepare`, or name where it lies: data.path=FOLDER."
+            f"data.path {folder} is not a folder{here}. Make one with `slipstream data prepare`, or name where it is: "
+            "data.path=FOLDER."
         )
     shards = sorted(folder.glob(_SPLIT_PATTERNS[split]))
     for path in shards:
