@@ -152,7 +152,49 @@ def test_a_document_longer_than_the_sample_is_sampled_in_pieces():
     found = scanned(texts, sample_bytes=wanted)
     assert wanted / 2 <= sum(map(len, found.sample)) <= wanted
     assert all(any(part in text for text in texts) for part in found.sample)
-    assert scanned(texts[::-1], sample_bytes=wanted).sample == found.sample
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.001, None])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_book_that_is_validated_on_drives_no_training_text_out(fraction, last):
+    """Its hash is the least, so it is for validation, or its end is; that is known once all has been read."""
+    whole = min((f"{edition}\n{book(20_000)}" for edition in range(30)), key=place_of)
+    small = [text for text in (f"{i} is small\n" * 90 for i in range(60)) if place_of(text) > place_of(whole)]
+    assert len(small) > 20
+    assert place_of(whole) > 0.001
+    found = scanned(
+        [*small, whole] if last else [whole, *small], sample_bytes=300_000, valid_fraction=fraction
+    )
+    sampled = {split for text in small for split, _ in found.split.parts(text, place_of(text))}
+    assert sampled == {"train"}
+    if fraction is None:  # its beginning is for training as well
+        (tail,) = (part for name, part in found.split.parts(whole, place_of(whole)) if name == "valid")
+        assert all(part not in tail for part in found.sample)
+    else:
+        assert sorted(found.sample) == sorted(small)
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.9])
+def test_of_a_book_alone_what_is_before_its_end_is_sampled(fraction):
+    whole, wanted = book(40_000), 300_000
+    found = scanned([whole], sample_bytes=wanted, valid_fraction=fraction)
+    head, _ = (part for _, part in found.split.parts(whole, place_of(whole)))
+    assert all(part in head for part in found.sample)
+    sure = len(head) / 2 if fraction >= 0.5 else 2 * len(head) - len(whole)
+    assert min(sure, wanted) - (1 << 16) <= sum(map(len, found.sample)) <= wanted
+
+
+def test_where_half_of_the_books_are_for_validation_the_sample_is_of_the_others():
+    books = [f"{edition}\n{book(4000)}" for edition in range(12)]
+    found = scanned(books, sample_bytes=400_000, valid_fraction=0.5)
+    training = [text for text in books if place_of(text) > 0.5]
+    assert 3 <= len(training) <= 9
+    assert sum(map(len, found.sample)) > 400_000 - (1 << 16), "and as large as it was asked for"
+
+
+def test_where_all_is_for_validation_a_tokenizer_sees_that():
+    texts = [f"{i} is small\n" * 30 for i in range(6)]
+    assert scanned(texts, valid_fraction=0.999).sample
 
 
 @pytest.mark.parametrize("wanted", [300_000, 700_000, 10**7])
@@ -211,6 +253,9 @@ def test_what_is_no_word_is_cut_before_a_tokenizer_learns_it():
     ):
         parts = list(without_long_words(text))
         assert "".join(parts) == text
+        assert max(map(len, parts)) <= 1 << 20, (
+            "what learns from them takes a hundred bytes for each of theirs"
+        )
         assert max(len(run[0]) for part in parts for run in RUNS.finditer(part)) <= 4096
     for text in ("", "plain words\n" * 4000, "字, " * 9000, "a" * 4095):
         assert list(without_long_words(text)) == [text]

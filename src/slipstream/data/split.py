@@ -46,7 +46,7 @@ class Split:
         """How much of the beginning of a document of so many characters and bytes is for training at the least."""
         if place != self.cut:
             return length if place > self.threshold else 0
-        return _cut_between(length, size, self.tail_bytes)[0]
+        return least_head(length, size, self.tail_bytes)
 
 
 @dataclass
@@ -74,9 +74,7 @@ class Chooser:
                     "The input is a single document and --valid-fraction 0 leaves nothing to validate on. Set it above "
                     "0, or name validation files with --valid."
                 )
-            enough = max(FRACTION * self.total, min(ENOUGH_BYTES, LEAST_SHARE * self.total))
-            wanted = enough if self.fraction is None else self.fraction * self.total
-            return Split(-1.0, least[0][0], max(1, round(wanted)))
+            return Split(-1.0, least[0][0], tail_of_one(self.fraction, self.total))
         if self.fraction is not None:
             return Split(max(least[0][0], self.fraction))
         needed, held, before = min(ENOUGH_BYTES, LEAST_SHARE * self.total), 0, -1.0
@@ -92,7 +90,8 @@ class Chooser:
 def cut_end(text: str, tail_bytes: int) -> tuple[str, str]:
     """The text without its end, and its end: cut after a line, else after a word, else anywhere. An end twice as long
     as was wanted is too long."""
-    earliest, wanted = _cut_between(len(text), len(text.encode()), tail_bytes)
+    size = len(text.encode())
+    wanted, earliest = _head(len(text), size, tail_bytes), least_head(len(text), size, tail_bytes)
     for mark in ("\n", " "):
         at = text.rfind(mark, 0, wanted) + 1
         if at > earliest:
@@ -107,7 +106,17 @@ def cut_end(text: str, tail_bytes: int) -> tuple[str, str]:
     return head, tail
 
 
-def _cut_between(length: int, size: int, tail_bytes: int) -> tuple[int, int]:
-    """After how many characters a text is cut at the earliest, and where an end of so many bytes would begin."""
-    wanted = max(1, length - max(1, round(length * tail_bytes / max(1, size))))
-    return max(wanted // 2, 2 * wanted - length), wanted
+def tail_of_one(fraction: float | None, size: int) -> int:
+    """How many bytes at the end of a text of one document are for validation."""
+    enough = max(FRACTION * size, min(ENOUGH_BYTES, LEAST_SHARE * size))
+    return max(1, round(enough if fraction is None else fraction * size))
+
+
+def least_head(length: int, size: int, tail_bytes: int) -> int:
+    """After how many characters a text of so many characters and bytes is cut at the earliest."""
+    wanted = _head(length, size, tail_bytes)
+    return max(wanted // 2, 2 * wanted - length)
+
+
+def _head(length: int, size: int, tail_bytes: int) -> int:
+    return max(1, length - max(1, round(length * tail_bytes / max(1, size))))
