@@ -10,6 +10,7 @@ import re
 import signal
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,6 +86,20 @@ def test_what_cannot_work_is_said_before_anything_is_read(tmp_path):
         with pytest.raises(UserError, match=words):
             prepare(unread, out, recipe)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "loop"]
+
+
+def test_a_folder_that_none_can_take_the_place_of_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+    def unread():
+        raise AssertionError("it was read")
+
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(UserError, match=r"\. is where you stand.* Name one inside"):
+        prepare(unread, Path("."), Recipe())
+    (tmp_path / "volume").mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path).name == "volume")
+    with pytest.raises(UserError, match=r"volume is a mount.* Name one inside"):
+        prepare(unread, tmp_path / "volume", Recipe())
 
 
 def test_two_documents_are_enough_and_one_is_not(tmp_path):

@@ -157,6 +157,24 @@ def test_stage_times_follow_microbatch_size_and_checkpointing():
     assert small.update[0] > 0
 
 
+@pytest.mark.parametrize(
+    ("in_flight", "reduction", "on_gpu", "on_host"),
+    [
+        (None, 0.0, 9, 13),  # what a run takes, which has a pair to spare
+        (None, 0.2, 9, 13),
+        (None, 20.0, 14, 14),  # an update that takes seven pairs
+        (15, 0.0, 16, 14),  # w_0 = 14 and, on a device, two pairs
+        (15, 0.2, 16, 14),
+        (15, 4.0, 16, 16),
+    ],
+)
+def test_the_cutover_of_eight_stages(in_flight, reduction, on_gpu, on_host):
+    given = times(8, update=0.5, reduction=reduction)
+    wide = replace(shape("pipedream_2bw", 8, 24), data_ranks=2, in_flight=in_flight)
+    assert with_cutover(given, wide).cutover == on_gpu
+    assert with_cutover(replace(given, on_host=True), wide).cutover == on_host
+
+
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 16), (4, 16), (8, 32)])
 @pytest.mark.parametrize("reduction", [0.0, 2.0, 7.0, 11.0])  # of a pair of 3
 def test_the_cutover_leaves_as_many_pairs_as_an_update_takes(stages, microbatches, reduction):

@@ -276,6 +276,9 @@ def test_one_run_is_one_seed_whatever_it_is_called(tmp_path):
     cells, _ = compared_cells(study, expansion, results)
     assert [sorted(cell.losses) for cell in cells] == [["a", "c"], ["a", "c"]]
     assert [cell.gap.interval for cell in cells if cell.gap] == [None], "two runs have none"
+    failed = {point.digest: ended(point, None) for point in expansion.points}
+    cells, _ = compared_cells(study, expansion, failed)
+    assert [sorted(cell.failed) for cell in cells] == [["a", "c"], ["a", "c"]]
 
 
 def test_a_value_at_which_seeds_failed_is_shown_as_such(tmp_path):

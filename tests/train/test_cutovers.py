@@ -138,6 +138,32 @@ def test_processors_take_a_larger_cutover(tmp_path, monkeypatch, device, torch_h
     assert made.pipeline.cutover == (9 if device == "cuda" else 13)
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "built_for", "seen"),
+    [
+        ("CUDA_VISIBLE_DEVICES", "0,1", "cuda", True),
+        ("CUDA_VISIBLE_DEVICES", " GPU-8932f937", "cuda", True),
+        ("CUDA_VISIBLE_DEVICES", "MIG-8932f937", "cuda", True),
+        ("CUDA_VISIBLE_DEVICES", "", "cuda", False),
+        ("CUDA_VISIBLE_DEVICES", "-1,0", "cuda", False),
+        ("CUDA_VISIBLE_DEVICES", "NoDevFiles", "cuda", False),
+        ("HIP_VISIBLE_DEVICES", "", "cuda", True),
+        ("HIP_VISIBLE_DEVICES", "", "hip", False),
+        ("HIP_VISIBLE_DEVICES", "0", "hip", True),
+    ],
+)
+def test_a_gpu_that_is_hidden_is_none(tmp_path, monkeypatch, variable, value, built_for, seen):
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(preflight, "DEV", tmp_path)
+    monkeypatch.setattr(preflight, "_built_for", lambda name: name == built_for)
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setenv(variable, value)
+    assert preflight.gpu_here() == seen
+    (tmp_path / "nvidia0").unlink()
+    assert not preflight.gpu_here()
+
+
 def test_it_is_said_once(tmp_path):
     two, four = (
         config(tmp_path, f"pipeline.stages={stages}", "pipeline.cutover=1", f"train.steps={steps}")

@@ -197,6 +197,15 @@ def test_a_model_of_transformers_ends_with_what_its_texts_ended_with(tmp_path, t
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
         found = model.config.eos_token_id, model.generation_config.eos_token_id
         assert found == ((tokenizer.end_of_document,) * 2 if path else (theirs,) * 2)
+        begins = {model.config.bos_token_id, model.generation_config.bos_token_id}
+        assert not path or begins == {tokenizer.end_of_document}
+
+
+def test_the_tokenizer_of_a_model_of_ones_own_is_copied_as_it_is(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('["a", "b"]')
+    weights = {"w": torch.ones(2)}
+    export.write_own(weights, tmp_path / "out", tokenizer=tmp_path / "tokenizer.json", dtype=torch.float32)
+    assert (tmp_path / "out/tokenizer.json").read_text() == '["a", "b"]'
 
 
 @pytest.mark.parametrize("place", ["loop", "/proc/nowhere/out"])

@@ -10,7 +10,7 @@ import pytest
 from tests.train.conftest import assert_equal_weights
 
 from slipstream.errors import UserError
-from slipstream.train import checkpoint, claim, trainer, writer
+from slipstream.train import checkpoint, claim, in_memory, trainer, writer
 from slipstream.train.elastic import newest_step
 
 EMULATE = "pipeline.schedule=emulate"
@@ -86,6 +86,29 @@ def test_the_memory_of_a_moved_run_comes_along_and_that_of_a_copied_one_stays(ru
     assert started(runs, "moved") == [0, 6]
     assert_equal_weights(runs.weights("moved"), reference.weights("2bw"))
     assert not list(shm.glob("*/*")), "nothing of its old place is left"
+
+
+def test_another_run_that_once_had_the_same_place_takes_no_memory(runs, reference, shm, lose):
+    """As where two folders of runs are visited in turn, and `run.dir` is read from where one stands."""
+    lose(7)
+    for name in ("other", "2bw"):
+        with pytest.raises(Lost):
+            runs.train(name, EMULATE, OFTEN, "checkpoint.every=0")
+    lose(None)
+    shutil.rmtree(claim.memory_of(runs.folder / "other"))
+    (runs.folder / "2bw").rename(runs.folder / "moved")
+    config = runs.folder / "other/config.toml"
+    config.write_text(config.read_text().replace(str(runs.folder / "other"), str(runs.folder / "2bw")))
+    in_memory.follow(runs.folder / "other")
+    assert not claim.memory_of(runs.folder / "other").exists()
+    mine = claim.memory_of(runs.folder / "moved")
+    mine.mkdir()  # what is here already stays
+    in_memory.follow(runs.folder / "moved")
+    assert not list(mine.iterdir())
+    mine.rmdir()
+    runs.train("moved", EMULATE, OFTEN, "checkpoint.every=0")
+    assert started(runs, "moved") == [0, 6]
+    assert_equal_weights(runs.weights("moved"), reference.weights("2bw"))
 
 
 def test_an_end_at_a_step_that_is_in_memory_is_saved_on_disk(runs, shm):

@@ -19,6 +19,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
         folder = Path(os.path.realpath(folder))
         if folder.is_symlink():
             raise UserError(f"{folder} is a link that leads back to itself. Choose another folder.")
+    if folder.exists() and (os.path.ismount(folder) or os.path.samefile(folder, Path.cwd())):
+        what = "a mount" if os.path.ismount(folder) else "where you stand"
+        raise UserError(f"{folder} is {what}, which no folder can take the place of. Name one inside.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} already exists. Choose another folder, or delete it first.")
     try:

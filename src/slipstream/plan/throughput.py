@@ -230,8 +230,8 @@ def _groups(shape: Shape) -> int:
 def with_cutover(times: StageTimes, shape: Shape) -> Shape:
     """The shape with the cutover that a run takes, or more where the other ranks are heard of later.
 
-    The optimizer's own step takes a stage's time wherever it stands, so it asks for no pairs. One more is to spare, but
-    not on processors: their default hides links already, and each costs tokens.
+    The optimizer's own step takes a stage's time wherever it stands, so it asks for no pairs. A device has one to
+    spare besides. On processors it is in the default already, and each further one costs tokens.
     """
     if not shape.asynchronous:
         return shape

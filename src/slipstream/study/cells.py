@@ -117,6 +117,7 @@ def all_cells(points: Sequence[Point], results: Mapping[str, Result], roles: Axi
     """A cell for every combination that has an ended run, in the order of the study."""
     seeds: dict[tuple[Labels, str, Labels], tuple[dict[str, Result], dict[str, str]]] = {}
     special = {roles.seed, roles.mode, *roles.best}
+    counted: set[tuple[tuple[Labels, str, Labels], str]] = set()
     for point in points:
         result = results.get(point.digest)
         if result is None:
@@ -127,8 +128,9 @@ def all_cells(points: Sequence[Point], results: Mapping[str, Result], roles: Axi
         key = (group, point.labels.get(roles.mode, ""), chosen)
         finished, failed = seeds.setdefault(key, ({}, {}))
         seed = point.labels.get(roles.seed, "")
-        if any(other.digest == result.digest for other in finished.values()):
+        if (key, result.digest) in counted:
             continue  # one run is one seed, whatever it is called
+        counted.add((key, result.digest))
         if result.loss is None:
             failed[seed] = result.failed
         else:

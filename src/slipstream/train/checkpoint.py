@@ -42,7 +42,7 @@ def committed(root: Path) -> list[Path]:
     """Committed checkpoints, newest first."""
     if not root.is_dir():
         return []
-    return sorted((path for path in root.iterdir() if NAME.fullmatch(path.name)), key=_step, reverse=True)
+    return sorted((path for path in root.iterdir() if NAME.fullmatch(path.name)), key=step_of, reverse=True)
 
 
 def commit(
@@ -78,7 +78,7 @@ def sweep(root: Path) -> None:
 
 def retain(root: Path, keep: int, protected: int | None = None) -> None:
     """Remove all but the newest `keep`, and the one of the step `protected`."""
-    _remove(root, [path for path in committed(root)[keep:] if _step(path) != protected])
+    _remove(root, [path for path in committed(root)[keep:] if step_of(path) != protected])
 
 
 def point_at(path: Path) -> None:
@@ -101,7 +101,7 @@ def _remove(root: Path, paths: Sequence[Path]) -> None:
 def forget_from(root: Path, step: int) -> bool:
     """Remove the checkpoints of `step` and later, if there are earlier ones to go back to; whether there are."""
     found = committed(root)
-    later = [path for path in found if _step(path) >= step]
+    later = [path for path in found if step_of(path) >= step]
     earlier = len(later) < len(found)
     if earlier:
         _remove(root, later)
@@ -190,5 +190,5 @@ def locate(source: str | Path) -> Path:
     )
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))

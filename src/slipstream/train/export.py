@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -135,8 +136,8 @@ def write_own(
     tensors = ((name, tensor.detach().cpu().to(dtype).contiguous()) for name, tensor in weights.items())
     with new_folder(folder) as draft:
         _save_sharded(tensors, draft)
-        if tokenizer is not None:
-            _copy_tokenizer(tokenizer, draft)
+        if tokenizer is not None:  # which a model of one's own may have a format of its own for
+            shutil.copyfile(tokenizer, draft / "tokenizer.json")
 
 
 def write_transformers(

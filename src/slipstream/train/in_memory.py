@@ -28,21 +28,27 @@ def newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, checkpoint.M
         except CheckpointError as error:
             say(f"{error} It was in memory; looking for another one.")
             continue
-        sealed = digest(path / "manifest.json").sha256
-        if any(
-            e.get("step") == found.step and e.get("memory") == sealed for e in events_of(folder, "checkpoint")
-        ):
+        if _named_by(folder, path):
             return path, found
     return None
 
 
+def _named_by(folder: Path, path: Path) -> bool:
+    """Whether the log of the run tells that it wrote the checkpoint."""
+    sealed = digest(path / "manifest.json").sha256
+    events = events_of(folder, "checkpoint")
+    return any(
+        event.get("step") == checkpoint.step_of(path) and event.get("memory") == sealed for event in events
+    )
+
+
 def follow(folder: Path) -> None:
-    """Where the run was moved since it was started last, its memory comes along; where it was copied, it stays."""
+    """Where this run was moved since it was started last, what it has in memory comes along."""
     last = last_started(folder)
     if last is None or Path(last.run.dir).exists():
         return
     before, now = memory_of(Path(last.run.dir)), memory_of(folder)
-    if before.exists() and not now.exists():
+    if not now.exists() and any(_named_by(folder, path) for path in checkpoint.committed(before)):
         with suppress(OSError):
             before.rename(now)
 

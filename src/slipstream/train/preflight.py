@@ -24,6 +24,7 @@ from slipstream.train.claim import is_run, newest_of, refuse_foreign
 from slipstream.train.sources import data_folder, datasets
 
 DEV = Path("/dev")
+_SEEN = re.compile(r"\s*(\d|GPU-|MIG-)")  # devices are listed, and those behind one that is none do not count
 GPU_FILES = ("nvidia[0-9]*", "nvhost-gpu", "nvgpu", "dxg", "kfd")  # data centre, Jetson, Windows' Linux, AMD
 
 
@@ -129,19 +130,27 @@ def on_processors(config: Config) -> bool:
 
 def gpu_here() -> bool:
     """Whether a driver shows a GPU that is not hidden from us. A torch built for GPUs may be anywhere."""
-    hidden = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"} & {*os.environ}
-    if any(os.environ[name].strip() in ("", "-1") for name in hidden):
+    hidden = (
+        ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if _built_for("hip") else ("CUDA_VISIBLE_DEVICES",)
+    )
+    if not all(_SEEN.match(os.environ.get(name, "0")) for name in hidden):
         return False
     return sys.platform != "linux" or any(any(DEV.glob(pattern)) for pattern in GPU_FILES)
 
 
 def cpu_only() -> bool:
-    """Whether the installed torch cannot use any GPU, read from its version file: importing it takes seconds."""
+    """Whether the installed torch cannot use any GPU."""
+    return _built_for("cuda") is False and _built_for("hip") is False
+
+
+def _built_for(name: str) -> bool | None:
+    """What the installed torch's version file says, None where it does not: to import it takes seconds."""
     spec = find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
-        return False
+        return None
     try:
         text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text(encoding="utf-8")
     except OSError:
-        return False
-    return all(re.search(rf"^{name}\b[^=]*= None$", text, re.MULTILINE) for name in ("cuda", "hip"))
+        return None
+    found = re.search(rf"^{name}\b[^=]*= (.*)$", text, re.MULTILINE)
+    return None if found is None else found[1] != "None"
