@@ -250,6 +250,7 @@ def test_its_result_and_its_errors_are_told(error):
         raise error
 
     assert _heeding_signals(lambda: 3) == 3
+    assert _heeding_signals(lambda: time.sleep(0.3) or 4) == 4
     with pytest.raises(type(error), match=str(error)):
         _heeding_signals(fails)
 

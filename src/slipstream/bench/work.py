@@ -83,10 +83,7 @@ class Work:
             raise UserError(
                 f"--cutover {self.cutover}: of {self.microbatches} microbatches none to all can be old."
             )
-        if build_correction(self.correction).corrects_gradient and self.cutover not in (
-            None,
-            self.microbatches,
-        ):
+        if self._whole and self.cutover not in (None, self.microbatches):
             raise UserError(
                 f"--cutover {self.cutover}: --correction {self.correction} takes a gradient that is old throughout. "
                 "Drop one of them."
@@ -95,10 +92,15 @@ class Work:
     @property
     def old(self) -> int:
         """How many microbatches read the bank: what was given, or what a run takes."""
-        if self.cutover is None and build_correction(self.correction).corrects_gradient:
-            return self.microbatches
+        if self.cutover is not None:
+            return self.cutover
         usual = default_cutover(self.stages, self.microbatches, self.device == "cpu")
-        return usual if self.cutover is None else self.cutover
+        return self.microbatches if self._whole else usual
+
+    @property
+    def _whole(self) -> bool:
+        """Whether the correction takes a gradient that is old throughout."""
+        return build_correction(self.correction).corrects_gradient
 
     @property
     def all_old(self) -> bool:

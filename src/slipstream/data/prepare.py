@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,12 +97,9 @@ def _heeding_signals(work: Callable[[], Tokenizer]) -> Tokenizer:
             done.set_exception(error)
 
     threading.Thread(target=run, name="slipstream-tokenizer", daemon=True).start()
-    while True:
-        try:
-            return done.result(timeout=0.2)
-        except TimeoutError:
-            if done.done():  # its own
-                raise
+    while not done.done():
+        wait([done], timeout=0.2)
+    return done.result()
 
 
 def _scan(documents: Documents, valid: Documents | None, recipe: Recipe, progress: Progress) -> _Scan:

@@ -53,9 +53,8 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.sequence < 1 or self.batch_tokens < self.sequence or self.batch_tokens % self.sequence:
-            shared = (
-                max(1, self.sequence) * self.cluster.devices
-            )  # a sequence for each: those can always share it
+            # A sequence for each device: those can always share it.
+            shared = max(1, self.sequence) * self.cluster.devices
             near = max(1, round(self.batch_tokens / shared)) * shared
             raise UserError(
                 f"A batch of {self.batch_tokens:,} tokens is not a whole number of sequences of "

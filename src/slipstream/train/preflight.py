@@ -24,8 +24,9 @@ from slipstream.train.claim import is_run, newest_of, refuse_foreign
 from slipstream.train.sources import data_folder, datasets
 
 DEV = Path("/dev")
-_SEEN = re.compile(r"\s*(\d|GPU-|MIG-)")  # devices are listed, and those behind one that is none do not count
-GPU_FILES = ("nvidia[0-9]*", "nvhost-gpu", "nvgpu", "dxg", "kfd")  # data centre, Jetson, Windows' Linux, AMD
+_LISTED = re.compile(r"\s*(\d|GPU-|MIG-)")  # a list of GPUs; those behind an entry that is none do not count
+# NVIDIA, its Jetson twice, Linux under Windows, AMD.
+GPU_FILES = ("nvidia[0-9]*", "nvhost-gpu", "nvgpu", "dxg", "kfd")
 
 
 def prepare(config: Config, *, world: int | None = None) -> Config:
@@ -130,10 +131,8 @@ def on_processors(config: Config) -> bool:
 
 def gpu_here() -> bool:
     """Whether a driver shows a GPU that is not hidden from us. A torch built for GPUs may be anywhere."""
-    hidden = (
-        ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if _built_for("hip") else ("CUDA_VISIBLE_DEVICES",)
-    )
-    if not all(_SEEN.match(os.environ.get(name, "0")) for name in hidden):
+    names = ["CUDA_VISIBLE_DEVICES", *(["HIP_VISIBLE_DEVICES"] if _built_for("hip") else [])]
+    if not all(_LISTED.match(os.environ.get(name, "0")) for name in names):
         return False
     return sys.platform != "linux" or any(any(DEV.glob(pattern)) for pattern in GPU_FILES)
 
