@@ -40,7 +40,9 @@ def test_a_stranger_at_the_door_is_shown_out():
     with socket.create_server(("127.0.0.1", 0)) as door:
         address = door.getsockname()
         opened: list = []
-        thread = threading.Thread(target=lambda: opened.append(wires._open([door], word, 250.0, {3})))
+        thread = threading.Thread(
+            target=lambda: opened.append(wires._open([door], word, 250.0, {3})), daemon=True
+        )
         thread.start()
         for said in (b"", b"\x00\x00\x00\x03" + b"x" * 32, b"\x00\x00\x00\x04" + word, b"\x00\x00"):
             with socket.create_connection(address) as stranger:

@@ -36,7 +36,7 @@ def test_a_failed_group_with_a_sum_under_way_holds_nobody_up(monkeypatch):
     def join(rank):
         ends.append((rank, dist.ProcessGroupGloo(store, rank, 2, timeout=timedelta(seconds=limit))))
 
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

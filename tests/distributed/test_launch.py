@@ -136,7 +136,7 @@ def test_ranks_print_where_they_are_when_they_are_asked(capfd):
             while not over.wait(0.2):
                 pool.show_stacks()
 
-        thread = threading.Thread(target=ask)
+        thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         try:
             pool.run("distributed.jobs:pause", 1.5)

@@ -77,7 +77,7 @@ def test_watch_follows_until_the_run_finishes(make_run):
             stream.write(json.dumps({"event": "finish", "step": 5, "seconds": 1.0}) + "\n")
 
     console = Console(file=io.StringIO(), width=80)
-    writer = threading.Thread(target=end)
+    writer = threading.Thread(target=end, daemon=True)
     writer.start()
     watch(folder, console, interval=0.05)
     writer.join()

@@ -110,7 +110,7 @@ def a_stranger(world):
             stranger.sendall(b"\0\0\0\1" + b"x" * 32)
 
         store.set("machine/1", wires.machine())
-        thread = threading.Thread(target=knock)
+        thread = threading.Thread(target=knock, daemon=True)
         thread.start()
         thread.join()
     found = wires.connect(store, world.rank, [1 - world.rank], 30.0)

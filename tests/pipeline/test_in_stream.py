@@ -129,7 +129,7 @@ def test_both_ends_queue_the_same_kernels_in_one_order(played, seed):
             attendants[1].close()
             before.wire.close()
 
-    thread = threading.Thread(target=second_stage)
+    thread = threading.Thread(target=second_stage, daemon=True)
     thread.start()
     spec = spec_of([torch.zeros(2)])
     sends = deque()

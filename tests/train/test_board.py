@@ -21,7 +21,7 @@ def test_a_rank_that_is_seen_to_work_is_waited_for():
             time.sleep(1.5)
         leader.post("plan", {"step": 3})
 
-    thread = threading.Thread(target=plan)
+    thread = threading.Thread(target=plan, daemon=True)
     thread.start()
     assert other.wait("plan", beat="planning") == [{"step": 3}]
     thread.join()

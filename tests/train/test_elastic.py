@@ -36,7 +36,7 @@ class Killer:
         self.killed: set[int] = set()
         self.mend = threading.Event()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._work)
+        self._thread = threading.Thread(target=self._work, daemon=True)
 
     def _work(self) -> None:
         while not (self._over.wait(0.01) or self.mend.is_set()):
@@ -88,7 +88,7 @@ def test_a_run_shrinks_and_grows(runs, quiet, quick):
         killer.mend.set()
 
     with RankPool(2) as pool, Killer(runs, pool, 1, at_step=12, times=None) as killer:
-        thread = threading.Thread(target=mend_later, args=(killer,))
+        thread = threading.Thread(target=mend_later, args=(killer,), daemon=True)
         thread.start()
         assert supervise(pool, Stop(), config, "", said.append) == "finished"
     thread.join()

@@ -53,7 +53,7 @@ def test_at_any_moment_on_any_rank(runs, undisturbed, seed):
                 for index in who:
                     os.kill(runs.pool._workers[index].pid, signal.SIGTERM)
 
-        thread = threading.Thread(target=ask)
+        thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         try:
             every = f"checkpoint.every={chance.choice([0, 10])}"

@@ -31,7 +31,7 @@ def stopped_when_training(runs: Runs, rank: int) -> Iterator[None]:
                 os.kill(runs.pool._workers[rank].pid, signal.SIGSTOP)
                 return
 
-    thread = threading.Thread(target=stop)
+    thread = threading.Thread(target=stop, daemon=True)
     thread.start()
     try:
         yield
@@ -85,7 +85,7 @@ def test_a_rank_that_was_stopped_for_a_moment_goes_on(runs, capfd, monkeypatch):
         time.sleep(3.0)
         os.kill(pid, signal.SIGCONT)
 
-    thread = threading.Thread(target=stop)
+    thread = threading.Thread(target=stop, daemon=True)
     thread.start()
     config = runs.config("run", "pipeline.stages=1", "train.steps=60")
     found = runs.pool.run(

@@ -105,7 +105,7 @@ def kill_when(runs, name: str, step: int, index: int, delay: float = 0.0) -> thr
         time.sleep(delay)
         os.kill(runs.pool._workers[index].pid, signal.SIGKILL)
 
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     return thread
 
