@@ -1,12 +1,12 @@
-"""The rung of 30M in half an hour of one GPU: its whole runs share it in pairs, and short ones fill what is left.
+"""The rung of 30M in half an hour of one GPU: whole runs share it, two of them first, and short ones fill what is left.
 
     python studies/ladder_30m.py TRAIN.txt VALID.txt OUT [--seconds 1640] [--also FILE] [KEY=VALUE ...]
 
-Two runs should keep a GPU about as busy as four, and end in half the time. Each is a `slipstream study run` of its
-own, so that the slower of a pair, the one in small microbatches, can go first on the GPU (by the priorities of CUDA's
-MPS). Whatever has ended is in OUT/ladder-30m.jsonl.gz from then on. What still runs at the deadline is stopped; another
-call, on another machine too, does the rest. There it takes that file as --also and the same OUT, since a run is known
-by its settings, and they name the tokens.
+Three or four runs keep a GPU busy; whether two do has not been measured. So all four start at once, and the two that
+say most go first on the GPU (by the priorities of CUDA's MPS, for which each is a `slipstream study run` of its own):
+they end early, and the others take what they leave. Whatever has ended is in OUT/ladder-30m.jsonl.gz from then on. What
+still runs at the deadline is stopped; another call, on another machine too, does the rest. There it takes that file as
+--also and the same OUT, since a run is known by its settings, and they name the tokens.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SHORT = {
     "ef-8": "length=eighth*lr=0.008*mode=ef",
     "sync-8": "length=eighth*lr=0.008*mode=sync",
 }
-AT_ONCE = 2
-WHOLE_SECONDS, SHORT_SECONDS = 560, 120  # that a run needs at least
+FIRST = {"sync", "ef"}
+WHOLE_SECONDS, SHORT_SECONDS = 560, 90  # that a run needs at least
 GRACE = 20  # seconds to write down what is known
 TOLD_EVERY = 60
 
@@ -109,12 +109,10 @@ def serve(out: Path) -> bool:
 
 
 def next_run(waiting: list[str], busy: list[str], left: float) -> str | None:
-    """The run to start now. Short ones come last, one at a time and beside one whole run at most: they hold up none."""
+    """The run to start now: every whole one, then short ones, two at once with at most one whole one among them."""
     seconds = {name: WHOLE_SECONDS if name in WHOLE else SHORT_SECONDS for name in waiting}
     name = next((name for name in waiting if seconds[name] <= left), None)
-    if name is None or len(busy) >= AT_ONCE or (name in SHORT and {*busy} & {*SHORT}):
-        return None
-    return name
+    return None if name in SHORT and len(busy) >= 2 else name
 
 
 def main() -> None:
@@ -141,7 +139,7 @@ def main() -> None:
     while lease.left > GRACE:
         while name := next_run(waiting, lease.busy(), lease.left):
             waiting.remove(name)
-            lease.start(name, all_runs[name], priority=int(name != "third"))
+            lease.start(name, all_runs[name], priority=int(name not in FIRST))
         before, busy = busy, lease.busy()
         if {*before} - {*busy}:
             lease.keep()
