@@ -92,7 +92,41 @@ def test_with_the_least_cutover_the_depth_is_never_the_worse_one(stages, m, link
 
 def test_a_cutover_that_leaves_room_takes_nothing_away():
     assert within_cutover(2, 32, 9, 32, 0.03, 0.1) == 9
-    assert within_cutover(2, 32, 5, 2, 0.03, 1e-5) == 2, "being late by chance is not worth a part of a flush"
+    assert within_cutover(4, 32, 13, 4, 0.03, 1e-5) == 5, (
+        "being late by chance is not worth a part of a flush"
+    )
+
+
+@pytest.mark.parametrize(("stages", "m"), [(2, 4), (2, 6), (4, 8), (8, 24)])
+@pytest.mark.parametrize("slack", [0, 1])
+def test_one_more_in_flight_than_are_old_costs_no_flush_and_makes_up_for_lateness(stages, m, slack):
+    cutover = stages + slack
+
+    def seconds(in_flight, jitter):
+        late = Costs(forward=0.01, backward=0.02, update=0.003, jitter=jitter)
+        schedule = build("pipedream_2bw", stages, m, 40, in_flight=in_flight, cutover=cutover)
+        return simulate(schedule, late).time_per_update
+
+    assert seconds(cutover + 1, 0.0) == pytest.approx(seconds(cutover, 0.0))
+    assert seconds(cutover + 1, 0.2) < seconds(cutover, 0.2)
+    asked = choose_in_flight(stages, m, 0.03, 1e-5, on_host=True)
+    chosen = within_cutover(stages, m, asked, cutover, 0.03, 1e-5)
+    assert chosen > cutover
+    assert seconds(chosen, 0.0) <= 1.01 * seconds(cutover, 0.0)
+
+
+def test_of_two_depths_that_cost_as_much_the_deeper_one_makes_up_for_more_lateness():
+    assert within_cutover(4, 8, 9, 5, 0.03, 1e-5) == 7
+    assert within_cutover(8, 24, 25, 13, 0.03, 1e-5) == 15
+    assert within_cutover(8, 24, 25, 9, 0.03, 1e-5) == 10, "15 begin with a part of a flush"
+
+
+def test_an_update_whose_exchange_takes_long_is_left_a_pair_to_hide_it():
+    assert within_cutover(2, 4, 5, 3, 0.03, 1e-5) == 4
+    assert within_cutover(2, 4, 5, 3, 0.03, 0.0015) == 3
+    assert within_cutover(2, 4, 5, 3, 0.03, 1e-5, late_seconds=0.0015) == 4, (
+        "a late stage tells its norm in time"
+    )
 
 
 def test_what_was_faster_while_the_pipeline_filled_is_no_jitter(monkeypatch):
@@ -192,6 +226,7 @@ class Ranks:
             False,
             [s.work_seconds for s in told],
             [s.link_seconds for s in told],
+            [s.late_seconds for s in told],
             [self.room] * len(told),
             [s.update for s in told],
             [s.update_seconds for s in told],

@@ -46,7 +46,7 @@ class Told(Peers):
     def exchange(self, group, squares, status):
         self.answer = Answer(not self.late)
         yield self.answer
-        return RunStatus(squares.tolist(), False, *[[0.0]] * 5)
+        return RunStatus(squares.tolist(), False, *[[0.0]] * 6)
 
 
 def queued(cutover, late):

@@ -56,8 +56,10 @@ def run(
     rounds = (5 if on_gpu else 15) if rounds is None else rounds
     if rounds < 1:
         raise UserError(f"--rounds {rounds}: a median needs 1 round or more.")
-    if updates is not None and updates < 2:
-        raise UserError(f"--updates {updates}: a period needs 2 updates or more.")
+    if updates is not None and updates < 3:
+        raise UserError(
+            f"--updates {updates}: a period needs 3 updates or more, since the last one does not count."
+        )
     notes, console = Console(stderr=True, highlight=False), Console(highlight=False)
     here = len(cores.allowed())
     if work.kind == "compute" and not on_gpu and work.stages > here:
@@ -84,7 +86,7 @@ def run(
                 work,
                 [BOUND, *against, ENGINE, *([] if work.all_old else [ENGINE_2BW])],
                 rounds=rounds,
-                updates=updates or (max(5, 48 // m) if on_gpu else max(4, 32 // m)),
+                updates=updates or 1 + (max(5, 48 // m) if on_gpu else max(4, 32 // m)),
                 timeout_seconds=seconds,
                 progress=progress,
                 alone=tidy if platform.machine() in KEEPS and not on_gpu else None,

@@ -177,8 +177,12 @@ class _Taker:
 
 
 def summarise(name: str, ranks: Sequence[RankSample]) -> Sample:
-    """All ranks keep one pace in a pipeline (so their mean is taken); in the bound the slowest one counts."""
-    periods = [(rank.ends[-1] - rank.ends[0]) / (len(rank.ends) - 1) for rank in ranks]
+    """All ranks keep one pace in a pipeline (so their mean is taken); in the bound the slowest one counts.
+
+    Not up to the end of the last update: its backwards have no forwards between them, and so a stage that kept many
+    microbatches in flight catches up there with those behind it.
+    """
+    periods = [(rank.ends[-2] - rank.ends[0]) / (len(rank.ends) - 2) for rank in ranks]
     period = max(periods) if name == BOUND else fmean(periods)
     last = ranks[-1]
     return Sample(

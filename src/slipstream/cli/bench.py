@@ -59,7 +59,12 @@ def pipeline(
     rounds: Annotated[
         int | None, typer.Option(help="Samples of each contender, the median counts; default: 15, a GPU 5.")
     ] = None,
-    updates: Annotated[int | None, typer.Option(help="Updates a sample; default: 32 microbatches.")] = None,
+    updates: Annotated[
+        int | None,
+        typer.Option(
+            help="Updates a sample, of which the last does not count; default: 32 microbatches and one."
+        ),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw measured over predicted timeline: .html, .svg, .json.")
     ] = None,

@@ -3,14 +3,14 @@
 With the least warm-up every input arrives just when it is needed, so a link of L seconds one way adds
 2 (P-1) L / P to each forward-and-backward of T seconds. A link is hidden when the stage before it is ahead of the
 stage behind it by 1 + ceil(2L / T) pairs instead of one (stages alternate strictly, so a part of a pair hides
-nothing): K - 1 = w_0 = (P-1)(1 + ceil(2L / T)). Each further microbatch costs its activations on stage 0. L here
-includes how much longer than the least a forward and backward typically take: a stage that is late by chance
-delays its neighbours just as a slow link does.
+nothing): K - 1 = w_0 = (P-1)(1 + ceil(2L / T)). Each further microbatch costs its activations on stage 0. To L is
+added how much longer than the least a forward and backward typically take: a stage that is late by chance delays
+its neighbours just as a slow link does.
 
-A cutover below that number (`schedule/cutover.py`) has every group begin with a part of a flush, which costs more than
-a fast link and less than a slow one. And the more are in flight, the less is left to do while an update runs. So on a
-GPU that number is only the most that is tried (`depth_trial.py`). On a host, whose times are too uneven for a trial,
-`within_cutover` asks the simulator.
+A cutover that is more than one below that number (`schedule/cutover.py`) may have every group begin with a part of a
+flush, which costs more than a fast link and less than a slow one. And the more are in flight, the less is left to do
+while an update runs. So on a GPU that number is only the most that is tried (`depth_trial.py`). On a host, whose times
+are too uneven for a trial, `within_cutover` asks the simulator.
 
 Times are taken when a stage has settled: while its calls are still being recorded (`stage_graphs.py`) some take ten
 times as long as others, which would pass for jitter.
@@ -71,25 +71,34 @@ def choose_in_flight(
 
 
 def within_cutover(
-    stages: int, microbatches: int, chosen: int, cutover: int, work_seconds: float, link_seconds: float
+    stages: int,
+    microbatches: int,
+    chosen: int,
+    cutover: int,
+    work_seconds: float,
+    link_seconds: float,
+    late_seconds: float = 0.0,
 ) -> int:
-    """As many as the cutover allows without a flush, or, where updates are shorter by the simulator, what hides the
-    links.
+    """With c old, c + 1 in flight begin no group with a part of a flush: w_0 = c of them come before the backward that
+    ends the group before. So it is either those or what hides the links, by the simulator; the deeper of two that are
+    as good, since it makes up for lateness too.
 
     A pure function of times that all stages have heard, so all of them come to the same answer.
     """
-    capped = chosen if cutover >= microbatches else min(chosen, max(stages, cutover))
-    wanted = min(1 + (stages - 1) * (1 + math.ceil(2 * link_seconds / work_seconds)), microbatches + 1)
-    if capped >= min(chosen, wanted):
-        return capped
-    # The update's own exchange crosses the links as well.
-    costs = Costs(work_seconds / 3, 2 * work_seconds / 3, latency=link_seconds, update_latency=link_seconds)
+    if cutover >= microbatches:
+        return chosen
+    latency = link_seconds + late_seconds
+    hides_links = 1 + (stages - 1) * (1 + math.ceil(2 * latency / work_seconds))
+    # The update's own exchange crosses the links as well, and waits for no microbatch.
+    costs = Costs(work_seconds / 3, 2 * work_seconds / 3, latency=latency, update_latency=link_seconds)
 
     def seconds(in_flight: int) -> float:
         schedule = build("pipedream_2bw", stages, microbatches, _GROUPS, in_flight=in_flight, cutover=cutover)
         return simulate(schedule, costs).time_per_update
 
-    return wanted if seconds(wanted) < seconds(capped) * (1 - NEGLIGIBLE) else capped
+    found = {min(chosen, max(stages, cutover + 1)), min(hides_links, microbatches + 1)}
+    times = {in_flight: seconds(in_flight) for in_flight in found}
+    return max(n for n in times if times[n] <= min(times.values()) * (1 + NEGLIGIBLE))
 
 
 def within_room(stages: int, microbatches: int, chosen: int, room: Sequence[float]) -> int:
@@ -170,11 +179,11 @@ class Depth:
 
     def _decide(self, group: int, told: RunStatus) -> None:
         stages, m, cutover = self._stages, self._microbatches, self._cutover.most
-        work, link = max(told.work_seconds), max(told.link_seconds)
-        chosen = choose_in_flight(stages, m, work, link, self._on_host)
+        work, link, late = max(told.work_seconds), max(told.link_seconds), max(told.late_seconds)
+        chosen = choose_in_flight(stages, m, work, link + late, self._on_host)
         if self._on_host:
             self.is_open = False
-            self._set(within_cutover(stages, m, chosen, cutover, work, link) if work > 0 else chosen)
+            self._set(within_cutover(stages, m, chosen, cutover, work, link, late) if work > 0 else chosen)
             return
         held = within_room(stages, m, chosen, told.room)
         if held < chosen and self._stage == 0:
@@ -208,7 +217,7 @@ class Depth:
             status.room = self.room.microbatches()
         least, typical = pair_seconds()
         status.work_seconds = NOT_SETTLED if self._unsettled else least
-        status.link_seconds = self.link_seconds + typical - least
+        status.link_seconds, status.late_seconds = self.link_seconds, typical - least
         status.update, status.update_seconds = last_update()
         self._unsettled = max(0, self._unsettled - 1)
 

@@ -83,7 +83,7 @@ def peers_of(
     return made, rows
 
 
-_TOLD = 5  # numbers of a stage in an update: of work, of its link, of room, its last update and its time
+_TOLD = 6  # numbers of a stage in an update: of work, of its link, of lateness, of room, its last update and its time
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class Mesh(Peers):
         vector[offset : offset + len(mine)] = torch.tensor(mine, dtype=torch.float64)
         vector[count] = float(status.stop)
         if self.holdings.speaks:
-            seconds = [status.work_seconds, status.link_seconds]
+            seconds = [status.work_seconds, status.link_seconds, status.late_seconds]
             told = [*seconds, status.room, status.update, status.update_seconds]
             vector[count + 1 + self.holdings.stage : -stages : stages] = torch.tensor(
                 told, dtype=torch.float64

@@ -87,6 +87,7 @@ class RankStatus:
     stop: bool = False  # asks the run to stop
     work_seconds: float = 0.0  # one forward and one backward on this stage
     link_seconds: float = 0.0  # one way over the link behind this stage
+    late_seconds: float = 0.0  # that `work_seconds` is typically exceeded by
     room: float = math.inf  # microbatches that it could hold beside those in flight
     update: float = -1.0  # the last one that is done on this stage, as far as is known
     update_seconds: float = 0.0  # from the one before it to that; 0: not known, or not to be compared
@@ -100,6 +101,7 @@ class RunStatus:
     stop: bool
     work_seconds: list[float]  # by stage
     link_seconds: list[float]
+    late_seconds: list[float]
     room: list[float]
     updates: list[float]
     update_seconds: list[float]
@@ -139,6 +141,7 @@ class Peers:
             status.stop,
             [status.work_seconds],
             [status.link_seconds],
+            [status.late_seconds],
             [status.room],
             [status.update],
             [status.update_seconds],
