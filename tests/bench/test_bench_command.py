@@ -35,7 +35,7 @@ def run(arguments: str) -> None:
 def test_json_has_the_promised_fields(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "new" / "timeline.svg"
     rivals = "1f1b,gpipe,dualpipev"  # that the others run is shown in test_rivals.py and test_scheduler.py
-    options = f"--rivals {rivals} --rounds 1 --updates 3 --clip --json --plot {picture}"
+    options = f"--rivals {rivals} --rounds 1 --updates 4 --clip --json --plot {picture}"
     run(f"--work sleep --microbatches 2,4 {options}")
     rows = json.loads(capsys.readouterr().out)
     assert [row["microbatches"] for row in rows] == [2, 4]
@@ -64,13 +64,13 @@ def test_json_has_the_promised_fields(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 def test_a_microbatch_has_as_many_rows_as_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    run("--microbatches 2 --rivals none --rounds 1 --updates 3 --rows 3 --sequence 5 --json")
+    run("--microbatches 2 --rivals none --rounds 1 --updates 4 --rows 3 --sequence 5 --json")
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["rows"], row["sequence"]) == (3, 5)
 
 
 def test_the_table_names_every_contender(capsys: pytest.CaptureFixture[str]) -> None:
-    run("--work sleep --microbatches 2 --rounds 1 --updates 3 --rivals 1f1b,dualpipev")
+    run("--work sleep --microbatches 2 --rounds 1 --updates 4 --rivals 1f1b,dualpipev")
     shown = capsys.readouterr().out
     for words in (
         "bubble-free bound",
@@ -93,7 +93,7 @@ def test_the_table_names_every_contender(capsys: pytest.CaptureFixture[str]) -> 
         ("--microbatches many", "such as 2,4,8"),
         ("--stages 4 --microbatches 2", "--microbatches to 4 or more"),
         ("--rivals zero", "Set --rivals to"),
-        ("--updates 2", "3 updates or more"),
+        ("--updates 3", "4 or more"),
         ("--rounds 0", "1 round or more"),
         ("--work sleep --model llama-8m", "--model llama-8m is read by the language work only"),
         ("--plot picture.bmp", ".html"),

@@ -37,7 +37,7 @@ def fraction(result: Result) -> float:
 @pytest.mark.parametrize(("stages", "microbatches", "clip"), [(4, 4, 1.0), (4, 8, None), (8, 16, 1.0)])
 def test_no_bubble(eight: RankPool, stages: int, microbatches: int, clip: float | None) -> None:
     work = Work("sleep", stages, microbatches, max_grad_norm=clip)
-    result = measure(eight, work, ["bound", "slipstream"], rounds=2, updates=4, timeout_seconds=60)
+    result = measure(eight, work, ["bound", "slipstream"], rounds=2, updates=6, timeout_seconds=60)
     assert fraction(result) > 0.9
 
 
@@ -98,7 +98,7 @@ def test_depth_chosen_from_measured_latency_hides_it(eight: RankPool) -> None:
     chosen = Work("sleep", stages=8, microbatches=16, link_latency_seconds=0.003)
     least = Work("sleep", stages=8, microbatches=16, link_latency_seconds=0.003, in_flight=8)
     fractions = [
-        fraction(measure(eight, work, ["bound", "slipstream"], rounds=2, updates=5, timeout_seconds=120))
+        fraction(measure(eight, work, ["bound", "slipstream"], rounds=2, updates=7, timeout_seconds=120))
         for work in (chosen, least)
     ]
     assert fractions[0] > 0.93

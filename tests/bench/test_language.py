@@ -63,7 +63,7 @@ def test_the_others_run_it_too(pool: RankPool, name: str) -> None:
 def test_the_command_measures_the_head_and_writes_each_result(tmp_path) -> None:
     out = tmp_path / "bench.json"
     options = "--work language --model cpu-default --rows 1 --sequence 8 --microbatches 2,4 --rivals none"
-    options += " --stages 2 --rounds 1 --updates 3 --json --out"
+    options += " --stages 2 --rounds 1 --updates 4 --json --out"
     with pytest.raises(SystemExit) as ended:
         main(["bench", *options.split(), str(out)])
     assert ended.value.code == 0

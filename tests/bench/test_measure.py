@@ -18,8 +18,8 @@ from slipstream.schedule.simulate import simulate
 
 # Two stages, updates every 10 s; the last stage is 3 s late at the start, the first 2 s late at the end.
 RANKS = [
-    RankSample(100.0, (115.0, 125.0, 135.0), 135.5, 6.0),
-    RankSample(100.5, (113.0, 123.0, 133.0), 133.0, 9.0),
+    RankSample(100.0, (115.0, 125.0, 135.0, 145.0), 145.5, 8.0),
+    RankSample(100.5, (113.0, 123.0, 133.0, 143.0), 143.0, 12.0),
 ]
 
 
@@ -49,12 +49,15 @@ class ScriptedPool:
 def test_fill_steady_state_and_drain_add_up_to_the_wall_clock() -> None:
     sample = summarise("slipstream", RANKS)
     assert (sample.period_seconds, sample.fill_seconds, sample.drain_seconds) == (10.0, 3.0, 2.5)
-    assert sample.fill_seconds + 3 * sample.period_seconds + sample.drain_seconds == 135.5 - 100.0
+    assert sample.fill_seconds + 4 * sample.period_seconds + sample.drain_seconds == 145.5 - 100.0
     assert sample.cpu_seconds == (2.0, 3.0)
 
 
 def test_the_slowest_rank_counts_in_the_bound_only() -> None:
-    ranks = [RankSample(0.0, (1.0, 2.0, 3.0), 3.0, 0.0), RankSample(0.0, (1.0, 4.0, 7.0), 7.0, 0.0)]
+    ranks = [
+        RankSample(0.0, (1.0, 2.0, 3.0, 4.0), 4.0, 0.0),
+        RankSample(0.0, (1.0, 4.0, 7.0, 10.0), 10.0, 0.0),
+    ]
     assert summarise("bound", ranks).period_seconds == 3.0
     assert summarise("torch_1f1b", ranks).period_seconds == 2.0
 
@@ -63,11 +66,11 @@ def test_the_slowest_rank_counts_in_the_bound_only() -> None:
 @pytest.mark.parametrize(("stages", "m"), [(2, 4), (2, 6), (4, 8), (4, 12), (8, 16), (8, 24)])
 def test_a_sample_has_the_period_of_an_endless_run(stages: int, m: int, all_old: bool) -> None:
     """Microbatches of the last group go backwards alone, since no forward comes after them: with many in flight its end
-    is early, the more so the fewer updates a sample has."""
+    is early."""
     in_flight = m + 1 if all_old else 2 * stages - 1
     cutover = m if all_old else default_cutover(stages, m, on_host=True)
     costs = Costs(forward=1.0, backward=2.0, update=0.4)
-    schedule = build("pipedream_2bw", stages, m, 4, in_flight=in_flight, cutover=cutover)
+    schedule = build("pipedream_2bw", stages, m, 5, in_flight=in_flight, cutover=cutover)
     timeline = simulate(schedule, costs)
     ranks = []
     for row, ends in zip(timeline.ranks, timeline.ends, strict=True):
@@ -88,7 +91,7 @@ WARM_UP = "bound"
 def test_on_a_gpu_that_cannot_hold_all_at_once_every_sample_is_of_one_alone(monkeypatch) -> None:
     monkeypatch.setattr(measuring, "_device_bytes", lambda: 2)
     pool, work = ScriptedPool(PERIODS), Work(kind="language", device="cuda")
-    result = measure(pool, work, NAMES, rounds=2, updates=3, timeout_seconds=1)  # type: ignore[arg-type]
+    result = measure(pool, work, NAMES, rounds=2, updates=4, timeout_seconds=1)  # type: ignore[arg-type]
     alone = [WARM_UP, *NAMES[:3], WARM_UP, NAMES[3]]
     assert pool.asked == [*alone, "bound", "torch_1f1b", "slipstream", "torch_1f1b", "slipstream", "bound"]
     assert {name: len(taken) for name, taken in result.samples.items()} == {
@@ -111,7 +114,7 @@ def test_turns_rotate() -> None:
 def test_those_that_run_alone_take_turns(monkeypatch, device) -> None:
     monkeypatch.setattr(measuring, "_device_bytes", lambda: 100)
     pool, work = ScriptedPool(PERIODS), Work(kind="language", device=device)
-    result = measure(pool, work, NAMES, rounds=7, updates=3, timeout_seconds=1)  # type: ignore[arg-type]
+    result = measure(pool, work, NAMES, rounds=7, updates=4, timeout_seconds=1)  # type: ignore[arg-type]
     left = ["bound", "torch_1f1b", "slipstream"]
     assert pool.asked == [WARM_UP, *NAMES[:3], WARM_UP, NAMES[3], left, left], "built anew after five rounds"
     assert all(len(result.samples[name]) == 7 for name in left)
@@ -127,14 +130,14 @@ def test_those_that_run_alone_take_turns(monkeypatch, device) -> None:
 def test_our_own_failure_is_an_error_not_a_row() -> None:
     pool = ScriptedPool({"bound": 1.0, "slipstream": "stage 1 stalled"})
     with pytest.raises(UserError, match="stage 1 stalled"):
-        measure(pool, Work(), ["bound", "slipstream"], rounds=1, updates=3, timeout_seconds=1)  # type: ignore[arg-type]
+        measure(pool, Work(), ["bound", "slipstream"], rounds=1, updates=4, timeout_seconds=1)  # type: ignore[arg-type]
 
 
 def test_latency_leaves_torchs_schedules_out_and_says_so() -> None:
     pool = ScriptedPool({"bound": 1.0, "slipstream": 1.0})
     work = Work(link_latency_seconds=0.003)
     names = ["bound", "torch_1f1b", "slipstream"]
-    row = record(measure(pool, work, names, rounds=1, updates=3, timeout_seconds=1))  # type: ignore[arg-type]
+    row = record(measure(pool, work, names, rounds=1, updates=4, timeout_seconds=1))  # type: ignore[arg-type]
     assert "no injected link latency" in row["errors"]["torch_1f1b"]
     assert row["speedup_over_1f1b"] is None
     assert row["fraction_of_bound"] == 1.0

@@ -52,7 +52,7 @@ def test_the_memory_of_a_sample_is_seen(pool: RankPool, name: str) -> None:
 def test_a_rival_that_needs_more_microbatches_is_left_out(pool: RankPool) -> None:
     too_few = replace(SMALL, microbatches=2)  # DualPipeV asks for 2P
     names = ["bound", "torch_dualpipev", "torch_1f1b"]
-    result = measure(pool, too_few, names, rounds=2, updates=3, timeout_seconds=200)
+    result = measure(pool, too_few, names, rounds=2, updates=4, timeout_seconds=200)
     reason = "it needs 4 microbatches or more at 2 stages"
     assert result.errors["torch_dualpipev"] == f"not applicable: {reason}"
     assert {name: len(samples) for name, samples in result.samples.items()} == {"bound": 2, "torch_1f1b": 2}

@@ -14,7 +14,7 @@ from rich.console import Console
 from slipstream.bench.balance import measure_head_layers
 from slipstream.bench.checks import check_device, make_room
 from slipstream.bench.contenders import BOUND, ENGINE, ENGINE_2BW, LABELS
-from slipstream.bench.measure import measure, parse_rivals
+from slipstream.bench.measure import LEAST_UPDATES, measure, parse_rivals
 from slipstream.bench.probe import ranks_on
 from slipstream.bench.report import print_result, record
 from slipstream.bench.timeline import draw
@@ -56,9 +56,9 @@ def run(
     rounds = (5 if on_gpu else 15) if rounds is None else rounds
     if rounds < 1:
         raise UserError(f"--rounds {rounds}: a median needs 1 round or more.")
-    if updates is not None and updates < 3:
+    if updates is not None and updates < LEAST_UPDATES:
         raise UserError(
-            f"--updates {updates}: a period needs 3 updates or more, since the last one does not count."
+            f"--updates {updates}: take {LEAST_UPDATES} or more, since the first and the last do not count."
         )
     notes, console = Console(stderr=True, highlight=False), Console(highlight=False)
     here = len(cores.allowed())
@@ -86,7 +86,7 @@ def run(
                 work,
                 [BOUND, *against, ENGINE, *([] if work.all_old else [ENGINE_2BW])],
                 rounds=rounds,
-                updates=updates or 1 + (max(5, 48 // m) if on_gpu else max(4, 32 // m)),
+                updates=updates or 2 + (max(5, 48 // m) if on_gpu else max(8, 64 // m)),
                 timeout_seconds=seconds,
                 progress=progress,
                 alone=tidy if platform.machine() in KEEPS and not on_gpu else None,

@@ -24,8 +24,8 @@ from slipstream.bench.work import Work
 from slipstream.distributed import RankPool
 from slipstream.errors import UserError, did_you_mean
 
+LEAST_UPDATES = 4  # of a sample: the first and the last do not count
 WARM_UP_UPDATES = 4  # at least: until our schedule has chosen its depth (`sample.py`)
-ALONE_UPDATES = 3  # where they show memory only
 SHARE_TOGETHER = 0.7  # of a GPU's memory; the rest is for what allocators keep in pieces
 ROUNDS_TOGETHER = 5
 GPU_WARM_UP_UPDATES = 2  # of the others, on a GPU: its time is dear, and the processes are warm
@@ -106,7 +106,7 @@ def measure(
     taker = _Taker(pool, result, timeout_seconds, progress)
     first = replace(taker, pool=pool if alone is None else alone)
     first.warm_up()
-    first.alone(contenders, 1, ALONE_UPDATES)
+    first.alone(contenders, 1, LEAST_UPDATES)
     result.samples = {name: [] for name in result.samples}
     if work.device == "cpu" or result.together_bytes < SHARE_TOGETHER * _device_bytes():
         taker.in_turns(rounds, updates)
@@ -179,10 +179,11 @@ class _Taker:
 def summarise(name: str, ranks: Sequence[RankSample]) -> Sample:
     """All ranks keep one pace in a pipeline (so their mean is taken); in the bound the slowest one counts.
 
-    Not up to the end of the last update: its backwards have no forwards between them, and so a stage that kept many
-    microbatches in flight catches up there with those behind it.
+    The first and the last update do not count. A pipeline that keeps many microbatches in flight needs the first to
+    queue them between its stages. In the last, whose backwards have no forwards between them, stages catch up with
+    those behind.
     """
-    periods = [(rank.ends[-2] - rank.ends[0]) / (len(rank.ends) - 2) for rank in ranks]
+    periods = [(rank.ends[-2] - rank.ends[1]) / (len(rank.ends) - 3) for rank in ranks]
     period = max(periods) if name == BOUND else fmean(periods)
     last = ranks[-1]
     return Sample(

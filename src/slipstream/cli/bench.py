@@ -62,7 +62,7 @@ def pipeline(
     updates: Annotated[
         int | None,
         typer.Option(
-            help="Updates a sample, of which the last does not count; default: 32 microbatches and one."
+            help="Updates a sample, of which the first and the last do not count; default: 64 microbatches."
         ),
     ] = None,
     plot: Annotated[
