@@ -25,6 +25,7 @@ OURS = (
     ("b-muon-adamw", {"optimizer": "muon"}, "8M (B)"),  # the ladder's 8M are three of these five seeds,
     ("ladder", {"size": "8M", "mode": "ef 1/3"}, "8M (B)"),  # and this
     ("ladder", {"size": "16M"}, "16M"),
+    ("ladder-30m", {"length": "whole"}, "30M"),
     ("a-cutover", {"optimizer": "muon"}, "42M (A)"),
 )
 MODES = {"delay": "one update of delay", "ef": "with error feedback", "ef 1/3": "and only a third of it old"}
@@ -32,7 +33,14 @@ COLOURS = {"delay": "#c51b7d", "ef": "#2166ac", "ef 1/3": "#1b7837"}
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 900, 440, 64, 78, 20, 66
 SIZES, GAPS, KNEE = (3.6e5, 1.4e10), (-0.032, 0.35), 0.01
 TICKS = (-0.03, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
-LADDER = ("2M", "4M", "8M (B)", "16M")  # joined by a line: the same tokens per parameter, batch and text
+NEAR_ANOTHER = "42M (A)"  # whose name would cover that of 30M
+LADDER = (
+    "2M",
+    "4M",
+    "8M (B)",
+    "16M",
+    "30M",
+)  # joined by a line: the same tokens per parameter, batch and text
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,8 @@ def draw(found: list[Dot]) -> str:
         parts += [_mark(LEFT + 8 + 180 * number, 44, COLOURS[mode])]
         parts += [text_at(LEFT + 20 + 180 * number, 48, label)]
     parts += [_mark(LEFT + 8 + 545, 44, "#555", published=True), text_at(LEFT + 565, 48, "published")]
-    bars = "Bars: 95 % intervals over three paired seeds (up to five at 8M and 42M). Lines: equal batch and text."
+    bars = "Bars: 95 % intervals over three paired seeds (up to five at 8M and 42M; 30M is one seed). "
+    bars += "Lines: equal batch and text."
     parts += [text_at(LEFT, 66, bars, colour="#555", size=11)]
     for tick in TICKS:
         y, colour = _y(tick), "#e4e4e4" if tick else "#888"
@@ -127,7 +136,9 @@ def draw(found: list[Dot]) -> str:
         parts.append(text_at(LEFT - 8, y + 4, f"{tick:+.2f}" if tick else "0", anchor="end"))
     for setting in dict.fromkeys(dot.setting for dot in found):
         one = next(dot for dot in found if dot.setting == setting)
-        parts.append(text_at(_x(one.parameters), HEIGHT - BOTTOM + 18, setting, anchor="middle"))
+        near = setting == NEAR_ANOTHER
+        x, anchor = _x(one.parameters) - 5 * near, "start" if near else "middle"
+        parts.append(text_at(x, HEIGHT - BOTTOM + 18, setting, anchor=anchor))
         ratio = f"{one.tokens_per_parameter:.2g}"
         parts.append(text_at(_x(one.parameters), HEIGHT - BOTTOM + 34, ratio, anchor="middle", colour="#555"))
     middle = (LEFT + WIDTH - RIGHT) / 2

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from size_figure import COLOURS, MODES, text_at
 from size_fit import RESULTS, table
-from updates_fit import UPDATES, Run, fitted, last_power, runs, setting_a, size_name
+from updates_fit import UPDATES, Run, fitted, last_power, rung, runs, setting_a, size_name
 
 from slipstream.study.statistics import interval
 
@@ -53,7 +53,7 @@ def legend() -> Iterator[str]:
         yield text_at(LEFT + 402 + 70 * number, 48, name)
     yield text_at(LEFT + 680, 48, "tokens a batch")
     words = (
-        "Bars: 95 % intervals over three paired seeds. Lines: powers of the updates through all settings but 42M; "
+        "Bars: 95 % intervals of three paired seeds (30M: one). Lines: powers of the updates, without 30M and 42M; "
         "bands: 95 % of new settings. Dots: 4M's last power."
     )
     yield text_at(LEFT, 68, words, colour="#555", size=11)
@@ -61,7 +61,7 @@ def legend() -> Iterator[str]:
 
 def grouped() -> Iterator[list[Run]]:
     found: dict[tuple[str, int, int, int], list[Run]] = {}
-    for run in [*runs(), *setting_a()]:
+    for run in [*runs(), *setting_a(), *rung()]:
         if run.mode in ("delay", "ef"):
             found.setdefault((run.mode, run.updates, run.batch, run.parameters), []).append(run)
     yield from found.values()

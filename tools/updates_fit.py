@@ -22,7 +22,8 @@ from size_fit import NAMES, RESULTS, predicted, row_of, shown, table
 from slipstream.study.results import read_export
 from slipstream.study.statistics import Estimate, interval
 
-PUBLISHED = (
+ELSEWHERE = (
+    ("30M", 30_155_264, 602_931_200, (2**15,)),  # `rung`; the others are published
     ("360M", 360e6, 7.2e9, (2**17, 2**19, 2**21)),
     ("10B", 10e9, 200e9, (2**22,)),
 )  # tokens of a batch
@@ -86,6 +87,21 @@ def setting_a() -> tuple[Run, ...]:
     return tuple(found)
 
 
+@cache
+def rung() -> tuple[Run, ...]:
+    """30M, one seed, on the text of the fit: beside it, since it came later and says whether the fit foretold it."""
+    results = {result.run: result for result in read_export(RESULTS / "ladder-30m.jsonl.gz")}
+    rows = [row for row in table("ladder-30m-runs") if row["loss"] and row["length"] == "whole"]
+    (reference,) = (float(row["loss"]) for row in rows if row["mode"] == "sync")
+    found = []
+    for row in rows:
+        if row["mode"] in FITS:
+            result, gap = results[row["run"]], float(row["loss"]) - reference
+            batch = round(result.tokens / result.steps)
+            found.append(Run(row["mode"], row["seed"], result.steps, batch, result.parameters, gap))
+    return tuple(found)
+
+
 def by_seed(found: Sequence[Run]) -> dict[tuple[str, tuple[int, int, int]], dict[str, float]]:
     """Gaps by mode and place, then by seed."""
     groups: dict[tuple[str, tuple[int, int, int]], dict[str, float]] = {}
@@ -108,7 +124,7 @@ def fitted(mode: str, which: Sequence[int]) -> Powers:
 
 def gap_rows() -> list[str]:
     """By updates, then batch, then size: runs of about as many updates stand together."""
-    groups = by_seed([*runs(), *setting_a()])
+    groups = by_seed([*runs(), *setting_a(), *rung()])
     rows = []
     for updates, batch, parameters in sorted({place for _, place in groups}):
         cells = [
@@ -130,7 +146,7 @@ def size_name(parameters: int) -> str:
 def gap_shown(gaps: Sequence[float]) -> str:
     if not gaps:
         return "–"
-    few = "" if len(gaps) > 2 else f" ({len(gaps)} of 3 seeds)"
+    few = {1: " (one seed)", 2: " (2 of 3 seeds)"}.get(len(gaps), "")
     return shown(interval(gaps), "+.4f") + few
 
 
@@ -228,9 +244,9 @@ def last_power(mode: str, updates: float) -> float:
 
 
 def predicted_rows() -> list[str]:
-    """What the published settings would pay: by the power of updates, of updates and size, and by the last one."""
+    """What larger models would pay: by the power of updates, of updates and size, and by the last one."""
     rows = []
-    for name, size, tokens, batches in PUBLISHED:
+    for name, size, tokens, batches in ELSEWHERE:
         for batch in batches:
             updates = tokens / batch
             cells = [name, f"{batch // 1024}k", f"{updates:,.0f}"]
