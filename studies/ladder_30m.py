@@ -34,6 +34,7 @@ SHORT = {
 }
 FIRST = {"sync", "ef"}
 WHOLE_SECONDS, SHORT_SECONDS = 560, 90  # that a run needs at least
+SHARE_SECONDS = 350  # of the whole GPU that a whole run takes, beside others
 GRACE = 20  # seconds to write down what is known
 TOLD_EVERY = 60
 
@@ -110,7 +111,9 @@ def serve(out: Path) -> bool:
 
 def next_run(waiting: list[str], busy: list[str], left: float) -> str | None:
     """The run to start now: every whole one, then short ones, two at once with at most one whole one among them."""
-    seconds = {name: WHOLE_SECONDS if name in WHOLE else SHORT_SECONDS for name in waiting}
+    sharing = 1 + len({*busy} & {*WHOLE})
+    whole = max(WHOLE_SECONDS, SHARE_SECONDS * sharing)
+    seconds = {name: whole if name in WHOLE else SHORT_SECONDS for name in waiting}
     name = next((name for name in waiting if seconds[name] <= left), None)
     return None if name in SHORT and len(busy) >= 2 else name
 

@@ -132,7 +132,16 @@ def test_the_picture_of_the_results_shows_what_the_tables_say():
     assert text == size_figure.draw(size_figure.dots())
     shown = json.loads(text[text.index("<metadata>") + 10 : text.index("</metadata>")])
     ours = {(dot["setting"], dot["mode"]): dot for dot in shown if not dot["published"]}
-    assert {setting for setting, _ in ours} == {"0.46M", "1.3M", "2M", "4M", "8M (B)", "16M", "30M", "42M (A)"}
+    assert {setting for setting, _ in ours} == {
+        "0.46M",
+        "1.3M",
+        "2M",
+        "4M",
+        "8M (B)",
+        "16M",
+        "30M",
+        "42M (A)",
+    }
     rows = {(row["optimizer"], row["mode"]): row for row in size_figure.table("b-muon-adamw")}
     for mode in ("delay", "ef"):
         dot, row = ours["8M (B)", mode], rows["muon", mode]

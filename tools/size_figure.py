@@ -34,13 +34,8 @@ WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 900, 440, 64, 78, 20, 66
 SIZES, GAPS, KNEE = (3.6e5, 1.4e10), (-0.032, 0.35), 0.01
 TICKS = (-0.03, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
 NEAR_ANOTHER = "42M (A)"  # whose name would cover that of 30M
-LADDER = (
-    "2M",
-    "4M",
-    "8M (B)",
-    "16M",
-    "30M",
-)  # joined by a line: the same tokens per parameter, batch and text
+# Joined by a line: the same tokens per parameter, batch and text.
+LADDER = ("2M", "4M", "8M (B)", "16M", "30M")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,10 @@ def test_whole_runs_share_the_machine_and_short_ones_fill_what_is_left():
         assert {*whole} >= script.FIRST
         assert chosen([whole[-1], *short], [], script.WHOLE_SECONDS) == whole[-1]
         assert chosen([whole[-1], *short], [], script.WHOLE_SECONDS - 1.0) == short[0], "it would not end"
+        assert chosen(whole[2:], whole[:2], 3 * script.SHARE_SECONDS) == whole[2]
+        assert chosen(whole[2:], whole[:2], 3 * script.SHARE_SECONDS - 1.0) is None, (
+            "none of the three would end"
+        )
         assert chosen(short, ["third", "delay"], 1500.0) is None
         assert chosen(short, ["delay"], 1500.0) == short[0]
         assert chosen(short[1:], [short[0]], 1500.0) == short[1]

@@ -4,7 +4,7 @@ First each contender runs alone, which shows its memory, and whether it runs at 
 (on a GPU: any contender) is reported with its error and takes no further part. The others are then built side by side
 and take turns of a few updates, since cores are fast or slow for a second at a time; on a GPU whose memory they would
 fill together, every sample is of a contender alone. The period of a sample is that of the steady state; fill and drain
-are read at the last stage, which waits first and is done first:
+are what is left of the wall clock before the last stage's first update and after it:
 
     wall = fill + updates * period + drain
 """
@@ -179,9 +179,9 @@ class _Taker:
 def summarise(name: str, ranks: Sequence[RankSample]) -> Sample:
     """All ranks keep one pace in a pipeline (so their mean is taken); in the bound the slowest one counts.
 
-    The first and the last update do not count. A pipeline that keeps many microbatches in flight needs the first to
-    queue them between its stages. In the last, whose backwards have no forwards between them, stages catch up with
-    those behind.
+    The first and the last update do not count. A pipeline that keeps many microbatches in flight takes an update or
+    more to queue them between its stages. In the last, whose backwards have no forwards between them, stages catch up
+    with those behind.
     """
     periods = [(rank.ends[-2] - rank.ends[1]) / (len(rank.ends) - 3) for rank in ranks]
     period = max(periods) if name == BOUND else fmean(periods)
@@ -189,7 +189,7 @@ def summarise(name: str, ranks: Sequence[RankSample]) -> Sample:
     return Sample(
         period_seconds=period,
         fill_seconds=last.ends[0] - min(rank.start for rank in ranks) - period,
-        drain_seconds=max(rank.finish for rank in ranks) - last.ends[-1],
+        drain_seconds=max(rank.finish for rank in ranks) - last.ends[0] - (len(last.ends) - 1) * period,
         cpu_seconds=tuple(rank.cpu_seconds / len(rank.ends) for rank in ranks),
         in_flight=ranks[0].in_flight,
     )

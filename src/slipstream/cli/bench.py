@@ -62,7 +62,7 @@ def pipeline(
     updates: Annotated[
         int | None,
         typer.Option(
-            help="Updates a sample, of which the first and the last do not count; default: 64 microbatches."
+            help="Updates a sample; the first and the last do not count. Default: 64 microbatches, 8 updates or more."
         ),
     ] = None,
     plot: Annotated[

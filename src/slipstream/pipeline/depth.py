@@ -7,10 +7,10 @@ nothing): K - 1 = w_0 = (P-1)(1 + ceil(2L / T)). Each further microbatch costs i
 added how much longer than the least a forward and backward typically take: a stage that is late by chance delays
 its neighbours just as a slow link does.
 
-A cutover that is more than one below that number (`schedule/cutover.py`) may have every group begin with a part of a
-flush, which costs more than a fast link and less than a slow one. And the more are in flight, the less is left to do
-while an update runs. So on a GPU that number is only the most that is tried (`depth_trial.py`). On a host, whose times
-are too uneven for a trial, `within_cutover` asks the simulator.
+A cutover more than one below that number (`schedule/cutover.py`) may have every group begin with a part of a flush,
+which costs more than a fast link and less than a slow one. And the more are in flight, the less is left to do while an
+update runs. So on a GPU that number is only the most that is tried (`depth_trial.py`). On a host, whose times are too
+uneven for a trial, `within_cutover` asks the simulator.
 
 Times are taken when a stage has settled: while its calls are still being recorded (`stage_graphs.py`) some take ten
 times as long as others, which would pass for jitter.
@@ -26,6 +26,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import add
 
 import torch
 
@@ -79,26 +80,33 @@ def within_cutover(
     link_seconds: float,
     late_seconds: float = 0.0,
 ) -> int:
-    """With c old, c + 1 in flight begin no group with a part of a flush: w_0 = c of them come before the backward that
-    ends the group before. So it is either those or what hides the links, by the simulator; the deeper of two that are
-    as good, since it makes up for lateness too.
+    """As many as the cutover allows without a flush, or, where updates are shorter by the simulator, what hides the
+    links and the lateness.
+
+    That is one more than are old, since w_0 = c come before the backward that ends the group before. Then no pair is
+    left to hide an update's exchange. It is worth that where stages are late by a twentieth, which on a host they are,
+    and where the exchange is a matter of hundredths.
 
     A pure function of times that all stages have heard, so all of them come to the same answer.
     """
-    if cutover >= microbatches:
-        return chosen
-    latency = link_seconds + late_seconds
-    hides_links = 1 + (stages - 1) * (1 + math.ceil(2 * latency / work_seconds))
-    # The update's own exchange crosses the links as well, and waits for no microbatch.
-    costs = Costs(work_seconds / 3, 2 * work_seconds / 3, latency=latency, update_latency=link_seconds)
 
-    def seconds(in_flight: int) -> float:
+    def seconds(in_flight: int, link: float) -> float:
+        # The update's own exchange crosses the links as well.
+        costs = Costs(work_seconds / 3, 2 * work_seconds / 3, latency=link, update_latency=link)
         schedule = build("pipedream_2bw", stages, microbatches, _GROUPS, in_flight=in_flight, cutover=cutover)
         return simulate(schedule, costs).time_per_update
 
-    found = {min(chosen, max(stages, cutover + 1)), min(hides_links, microbatches + 1)}
-    times = {in_flight: seconds(in_flight) for in_flight in found}
-    return max(n for n in times if times[n] <= min(times.values()) * (1 + NEGLIGIBLE))
+    if cutover >= microbatches:
+        return chosen
+    latency = link_seconds + late_seconds
+    best = min(chosen, max(stages, cutover))
+    wanted = min(1 + (stages - 1) * (1 + math.ceil(2 * latency / work_seconds)), microbatches + 1)
+    if best < wanted and seconds(wanted, latency) < seconds(best, latency) * (1 - NEGLIGIBLE):
+        best = wanted
+    one_more = min(chosen, cutover + 1)
+    if best < one_more and seconds(one_more, link_seconds) <= seconds(best, link_seconds) * (1 + NEGLIGIBLE):
+        best = one_more
+    return best
 
 
 def within_room(stages: int, microbatches: int, chosen: int, room: Sequence[float]) -> int:
@@ -179,11 +187,14 @@ class Depth:
 
     def _decide(self, group: int, told: RunStatus) -> None:
         stages, m, cutover = self._stages, self._microbatches, self._cutover.most
-        work, link, late = max(told.work_seconds), max(told.link_seconds), max(told.late_seconds)
-        chosen = choose_in_flight(stages, m, work, link + late, self._on_host)
+        work, link = max(told.work_seconds), max(told.link_seconds)
+        latency = max(map(add, told.link_seconds, told.late_seconds))
+        chosen = choose_in_flight(stages, m, work, latency, self._on_host)
         if self._on_host:
             self.is_open = False
-            self._set(within_cutover(stages, m, chosen, cutover, work, link, late) if work > 0 else chosen)
+            self._set(
+                within_cutover(stages, m, chosen, cutover, work, link, latency - link) if work > 0 else chosen
+            )
             return
         held = within_room(stages, m, chosen, told.room)
         if held < chosen and self._stage == 0:
