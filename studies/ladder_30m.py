@@ -2,11 +2,11 @@
 
     python studies/ladder_30m.py TRAIN.txt VALID.txt OUT [--seconds 1640] [--also FILE] [KEY=VALUE ...]
 
-Three or four runs keep a GPU busy; whether two do has not been measured. So all four start at once, and the two that
-say most go first on the GPU (by the priorities of CUDA's MPS, for which each is a `slipstream study run` of its own):
-they end early, and the others take what they leave. Whatever has ended is in OUT/ladder-30m.jsonl.gz from then on. What
-still runs at the deadline is stopped; another call, on another machine too, does the rest. There it takes that file as
---also and the same OUT, since a run is known by its settings, and they name the tokens.
+Two of these runs keep an H200 as busy as four do. All four start at once, and the two that say most go first on the
+GPU (by the priorities of CUDA's MPS, for which each is a `slipstream study run` of its own): they end early, and the
+others take what they leave. Whatever has ended is in OUT/ladder-30m.jsonl.gz from then on. What still runs at the
+deadline is stopped; another call, on another machine too, does the rest. There it takes that file as --also and the
+same OUT, since a run is known by its settings, and they name the tokens.
 """
 
 from __future__ import annotations
